@@ -39,7 +39,7 @@ PositionMode = Literal["gaps", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``count`` contiguous elements of a task's shard from ``start`` on are ``region`` of canonical tensor ``tensor``."""
+    """Contiguous elements of a task's shard, from ``start`` on, that are ``region`` of canonical tensor ``tensor``."""
 
     start: int
     tensor: int
