@@ -72,7 +72,8 @@ class Task:
     ``read(lo, hi)`` returns the live stored bits of elements ``[lo, hi)`` as flat words (a view where possible).
     ``segments`` place the shard in canonical coordinates, ordered and disjoint; elements outside every segment
     are padding and never sent. ``segments is None`` makes the task residual: it reaches the wire only through
-    ``conversions``.
+    ``conversions``. ``frozen`` declares that the bits never change: the task is sent in dense refits only, is not
+    scanned, and its live storage serves as tracker.
     """
 
     key: str
@@ -81,6 +82,7 @@ class Task:
     read: Callable[[int, int], Words]
     segments: tuple[Segment, ...] | None
     conversions: tuple[Conversion, ...] = ()
+    frozen: bool = False
 
 
 class Trackers(Mapping[str, Words]):
@@ -89,6 +91,7 @@ class Trackers(Mapping[str, Words]):
     def __init__(self) -> None:
         self.tasks: dict[str, Words] = {}
         self.residual: dict[int, Words] = {}
+        self.borrowed: set[str] = set()
 
     def __getitem__(self, key: str) -> Words:
         return self.tasks[key]
@@ -101,8 +104,9 @@ class Trackers(Mapping[str, Words]):
 
     @property
     def nbytes(self) -> int:
-        """Host bytes held by trackers and residual baseline."""
-        return sum(a.nbytes for a in self.tasks.values()) + sum(a.nbytes for a in self.residual.values())
+        """Host bytes held by trackers and residual baseline; frozen tasks borrow their live storage."""
+        own = sum(a.nbytes for key, a in self.tasks.items() if key not in self.borrowed)
+        return own + sum(a.nbytes for a in self.residual.values())
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from dcr_stream.interfaces.commit import CommitStore
 from dcr_stream.interfaces.engine import Engine
+from dcr_stream.interfaces.gate import Gate
 from dcr_stream.interfaces.loader import Loader, LoadSession
 from dcr_stream.interfaces.monitor import Monitor, NullMonitor
 from dcr_stream.interfaces.runtime import Clock, Link, Network, Workers
@@ -12,6 +13,7 @@ __all__ = [
     "Clock",
     "CommitStore",
     "Engine",
+    "Gate",
     "Link",
     "LoadSession",
     "Loader",
