@@ -1,0 +1,51 @@
+"""Bits, digests, entries and the wire format (version 1): plain functions on words and bytes."""
+
+from dcr_stream.codec.bits import dtype_name, tensor_from_words, torch_dtype, words
+from dcr_stream.codec.digest import add_sums, change_sum, mix, state_sum, state_sums, sub_sums
+from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, combine, decode_item, encode_record, slice_columns
+from dcr_stream.codec.wire import (
+    Limits,
+    OpenedPayload,
+    PayloadHeader,
+    check_payload,
+    frame_bucket,
+    manifest_digest,
+    open_payload,
+    pack_block,
+    seal_manifest,
+    seal_payload,
+    unpack_block,
+    verify_manifest,
+)
+
+__all__ = [
+    "COLUMNS",
+    "Decoded",
+    "Limits",
+    "OpenedPayload",
+    "PayloadHeader",
+    "add_sums",
+    "change_sum",
+    "check_item",
+    "check_payload",
+    "combine",
+    "decode_item",
+    "dtype_name",
+    "encode_record",
+    "frame_bucket",
+    "manifest_digest",
+    "mix",
+    "open_payload",
+    "pack_block",
+    "seal_manifest",
+    "seal_payload",
+    "slice_columns",
+    "state_sum",
+    "state_sums",
+    "sub_sums",
+    "tensor_from_words",
+    "torch_dtype",
+    "unpack_block",
+    "verify_manifest",
+    "words",
+]

@@ -1,0 +1,110 @@
+"""Positions as gaps: columns G and L.
+
+``gap[k] = position[k] - position[k-1] - 1`` with ``position[-1] = -1``. Each gap is split at the item's shift ``s``:
+
+- **G** holds ``q = gap >> s`` as bytes: 255 for every full 255 in ``q``, then the rest (0 to 254). Every gap therefore
+  ends with exactly one byte below 255, and the bytes of G add up to the sum of all ``q``.
+- **L** holds the ``s`` low bits of every gap, LSB first, without padding between gaps; the last byte's unused bits
+  are 0. Empty when ``s`` is 0.
+
+The shift keeps ``q`` inside a byte for sparse items: ``s`` is the smallest integer from 0 to 32 with
+``sum of gaps <= 192 · count · 2^s``, that is ``max(0, ceil(log2(mean gap / 192)))``. A decoder accepts any shift.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_stream.canonical import Indices
+
+__all__ = ["MAX_SHIFT", "choose_shift", "decode_gaps", "encode_gaps", "gap_fault"]
+
+MAX_SHIFT = 32
+"""Largest gap shift; keeps all sums inside 64 bits."""
+
+_MEAN_GAP = 192
+_BLOCK = 1 << 13  # gaps packed or unpacked at a time; a multiple of 8, so that blocks of any shift end on a byte
+
+Bytes = NDArray[np.uint8]
+
+
+def choose_shift(count: int, last: int) -> int:
+    """The shift for ``count`` ascending positions that end at ``last``."""
+    total = last + 1 - count
+    shift = 0
+    while shift < MAX_SHIFT and total > _MEAN_GAP * count << shift:
+        shift += 1
+    return shift
+
+
+def encode_gaps(positions: Indices) -> tuple[int, Bytes, Bytes]:
+    """Code ascending, distinct, non-negative positions as (shift, G, L).
+
+    Raises:
+        ValueError: positions are negative, repeat or do not ascend.
+    """
+    if positions.size == 0:
+        return 0, np.empty(0, np.uint8), np.empty(0, np.uint8)
+    gaps = np.diff(positions, prepend=-1) - 1
+    if int(gaps.min()) < 0:
+        raise ValueError("positions must ascend without repeats")
+    shift = choose_shift(positions.size, int(positions[-1]))
+    full, rest = np.divmod(gaps >> shift, 255)
+    ends = np.cumsum(full + 1) - 1
+    high = np.full(int(ends[-1]) + 1, 255, np.uint8)
+    high[ends] = rest
+    return shift, high, _pack_low(gaps, shift)
+
+
+def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) -> str | None:
+    """What is wrong with columns G and L of an item of ``count`` out of ``elements`` positions; None if nothing.
+
+    After a None, ``decode_gaps`` returns ``count`` ascending positions in ``[0, elements)``. Temporary memory is bounded
+    by the columns' own size.
+    """
+    if not 0 <= shift <= MAX_SHIFT:
+        return f"gap shift {shift} is not in 0..{MAX_SHIFT}"
+    if int(np.count_nonzero(high != 255)) != count or (high.size and high[-1] == 255):
+        return f"column G does not hold {count} gaps"
+    if low.size != (count * shift + 7) // 8:
+        return f"column L has {low.size} bytes, {count} gaps with shift {shift} need {(count * shift + 7) // 8}"
+    if low.size and count * shift % 8 and int(low[-1]) >> count * shift % 8:
+        return "column L ends with bits that belong to no gap"
+    # count <= high.size and low < 2^32, so neither sum can overflow; their combination is a Python integer.
+    total = int(high.sum(dtype=np.int64)) << shift
+    for lo in range(0, count if shift else 0, _BLOCK):
+        total += int(_unpack_low(low, shift, lo, min(lo + _BLOCK, count)).sum())
+    if total + count > elements:
+        return f"gaps lead to position {total + count - 1} of {elements}"
+    return None
+
+
+def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
+    """The positions held by columns that ``gap_fault`` found nothing wrong with."""
+    ends = np.flatnonzero(high != 255)
+    gaps = high[ends] + 255 * (np.diff(ends, prepend=-1) - 1)
+    if shift:
+        gaps <<= shift
+        for lo in range(0, gaps.size, _BLOCK):
+            gaps[lo : lo + _BLOCK] += _unpack_low(low, shift, lo, min(lo + _BLOCK, gaps.size))
+    positions: Indices = np.cumsum(gaps + 1) - 1
+    return positions
+
+
+def _pack_low(gaps: Indices, shift: int) -> Bytes:
+    if not shift:
+        return np.empty(0, np.uint8)
+    bit = np.arange(shift, dtype=np.int64)
+    return np.concatenate(
+        [
+            np.packbits((gaps[lo : lo + _BLOCK, None] >> bit & 1).astype(np.uint8), bitorder="little")
+            for lo in range(0, gaps.size, _BLOCK)
+        ]
+    )
+
+
+def _unpack_low(low: Bytes, shift: int, lo: int, hi: int) -> Indices:
+    packed = low[lo * shift // 8 : (hi * shift + 7) // 8]
+    bits = np.unpackbits(packed, count=(hi - lo) * shift, bitorder="little").reshape(-1, shift)
+    return bits @ (np.int64(1) << np.arange(shift, dtype=np.int64))
