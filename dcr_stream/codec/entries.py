@@ -71,7 +71,7 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
                 f"tensor {record.name!r} must be overwritten in this attempt but was to be encoded as {mode}; "
                 "encode it as overwrite"
             )
-        if not record.differences.all():
+        if not record.differences.all():  # an XOR mask is 0 exactly where the difference is
             raise UsageError(
                 f"a record of tensor {record.name!r} holds a difference of 0, which {mode} cannot carry; "
                 "leave unchanged elements out of records, or encode as overwrite"
@@ -91,15 +91,12 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
     positions: PositionMode = "gaps"
     if count == region.count:
         positions, shift, high, low = "dense", 0, _NONE, _NONE
-    new = record.new
     code_bits, codes, excess, escaped = 0, _NONE, _NONE, _NONE
     planes: list[Bytes] = []
     if mode == "add" and width == 2:
         code_bits, codes, excess, escaped = encode_codes(record.differences)
     else:
-        planes = _split_planes(
-            new if mode == "overwrite" else record.differences if mode == "add" else record.old ^ new
-        )
+        planes = _split_planes(_values(record, mode))
     parts = [high, low, codes, excess, escaped, *planes, *[_NONE] * (8 - len(planes))]
     columns = tuple(part.tobytes() for part in parts)
     item = Item(
@@ -111,7 +108,7 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
         width=width,
         shift=shift,
         code_bits=code_bits,
-        digest=state_sum(record.tensor, region.flat(record.positions), new),
+        digest=state_sum(record.tensor, region.flat(record.positions), record.new),
         sizes=tuple(map(len, columns)),
     )
     return Entry(item, columns)
@@ -224,11 +221,7 @@ def _item_fault(item: Item, columns: Sequence[Column]) -> str | None:
     if len(columns) != len(COLUMNS) or item.sizes != tuple(map(len, columns)):
         return f"declares columns of {item.sizes} bytes, has {tuple(map(len, columns))}"
     region = item.region
-    if (
-        len(region.sizes) != len(region.strides)
-        or not region.fits(max(region.last + 1, region.offset, 0))
-        or _reaches_twice(region)
-    ):
+    if not _distinct(region):
         return f"{region} is not a box of distinct elements"
     if not 0 <= item.count <= region.count:
         return f"{item.count} elements in a region of {region.count}"
@@ -253,17 +246,26 @@ def _item_fault(item: Item, columns: Sequence[Column]) -> str | None:
     return None
 
 
-def _reaches_twice(region: Region) -> bool:
+def _distinct(region: Region) -> bool:
+    """Whether a region is well formed and reaches no element twice (see the module)."""
+    if len(region.sizes) != len(region.strides) or not region.fits(max(region.last + 1, region.offset)):
+        return False
     reach = 0
     for stride, size in sorted(zip(region.strides, region.sizes, strict=True)):
         if size > 1 and stride <= reach:
-            return True
+            return False
         reach += max(size - 1, 0) * stride
-    return False
+    return True
 
 
 def _arrays(columns: Sequence[Column]) -> list[Bytes]:
     return [np.frombuffer(column, np.uint8) for column in columns]
+
+
+def _values(record: Record, mode: EntryMode) -> Words:
+    if mode == "add":
+        return record.differences
+    return record.old ^ record.new if mode == "xor" else record.new
 
 
 def _split_planes(values: Words) -> list[Bytes]:

@@ -60,8 +60,8 @@ def encode_gaps(positions: Indices) -> tuple[int, Bytes, Bytes]:
 def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) -> str | None:
     """What is wrong with columns G and L of an item of ``count`` out of ``elements`` positions; None if nothing.
 
-    After a None, ``decode_gaps`` returns ``count`` ascending positions in ``[0, elements)``. Temporary memory is bounded
-    by the columns' own size.
+    After a None, ``decode_gaps`` returns ``count`` ascending positions in ``[0, elements)``. Temporary memory is
+    bounded by the columns' own size.
     """
     if not 0 <= shift <= MAX_SHIFT:
         return f"gap shift {shift} is not in 0..{MAX_SHIFT}"
@@ -83,7 +83,7 @@ def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) ->
 def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
     """The positions held by columns that ``gap_fault`` found nothing wrong with."""
     ends = np.flatnonzero(high != 255)
-    gaps = high[ends] + 255 * (np.diff(ends, prepend=-1) - 1)
+    gaps = high[ends].astype(np.int64) + 255 * (np.diff(ends, prepend=-1) - 1)
     if shift:
         gaps <<= shift
         for lo in range(0, gaps.size, _BLOCK):
