@@ -4,7 +4,7 @@
 only when the stage returns cleanly, so a failure can never look like the end of the data.
 """
 
-from dcr_stream.flow.channel import Channel, Inlet, Limits, Outlet
+from dcr_stream.flow.channel import Inlet, Limits, Outlet
 from dcr_stream.flow.execute import execute
 from dcr_stream.flow.lift import Fold, each, expand, fold
 from dcr_stream.flow.stage import Pipeline, Stage
@@ -12,7 +12,6 @@ from dcr_stream.flow.surroundings import in_worker
 from dcr_stream.flow.tasks import task_group
 
 __all__ = [
-    "Channel",
     "Fold",
     "Inlet",
     "Limits",
