@@ -58,9 +58,10 @@ def words(tensor: torch.Tensor) -> Words:
             f"a tensor of shape {tuple(tensor.shape)} with layout {tensor.layout} on device {tensor.device} "
             "has no dense storage to read bits from; materialise it first"
         )
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    result: Words = flat.view(_WORD_DTYPES[width]).numpy()
-    return result
+    # Seen as integers before anything is copied: torch's copy of bools turns every byte but 0 into 1.
+    bits = tensor.detach().resolve_conj().resolve_neg().view(_WORD_DTYPES[width])
+    flat: Words = bits.cpu().contiguous().reshape(-1).numpy()
+    return flat
 
 
 def tensor_from_words(words: Words, dtype: str, shape: Sequence[int]) -> torch.Tensor:
