@@ -52,7 +52,9 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         for segment in task.segments or ():
             spec = directory[segment.tensor]
             if not segment.region.fits(spec.numel) or segment.start + segment.count > task.numel:
-                raise UsageError(f"task {task.key!r}: segment at {segment.start} leaves tensor {spec.name!r} or its shard")
+                raise UsageError(
+                    f"task {task.key!r}: segment at {segment.start} leaves tensor {spec.name!r} or its shard"
+                )
             if task.dtype != spec.dtype:
                 raise UsageError(
                     f"task {task.key!r} has dtype {task.dtype} and is mapped to {spec.name!r} of dtype {spec.dtype}; "
@@ -148,7 +150,15 @@ def complete_records(
                 pending.add_differences(part.key, part.start + first, differences)
             positions = np.arange(old.size, dtype=np.int64)
             yield Record(
-                spec.name, part.tensor, region, positions, differences, old, part.task, part.start + first, relative=False
+                spec.name,
+                part.tensor,
+                region,
+                positions,
+                differences,
+                old,
+                part.task,
+                part.start + first,
+                relative=False,
             )
 
 
@@ -202,7 +212,8 @@ def check_tiling(directory: TensorDirectory, owners: dict[str, tuple[OwnedRegion
             problems.append(f"{spec.name!r}: {double:,} elements are published more than once (by {names})")
     if problems:
         raise UsageError(
-            f"the owners {', '.join(sorted(owners))} do not tile the model: " + "; ".join(problems[:8])
+            f"the owners {', '.join(sorted(owners))} do not tile the model: "
+            + "; ".join(problems[:8])
             + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             + ". Give each element exactly one owner (ranks and replica counts of the sources must agree)"
         )

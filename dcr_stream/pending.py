@@ -6,12 +6,9 @@ for advancing the trackers after the commit; neither scans nor converts again (`
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import blake3
 import numpy as np
@@ -21,6 +18,7 @@ from dcr_stream.codec.digest import add_sums, change_sum, state_sums, sub_sums
 from dcr_stream.delta import Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
+from dcr_stream.spill import SpillFile
 
 __all__ = ["PendingSet", "baseline_key"]
 
@@ -65,17 +63,23 @@ class PendingSet:
         PendingSetFull: the spill folder has no room, or there is none.
     """
 
-    def __init__(self, *, limit_bytes: int = 4 << 30, spill_folder: Path | None = None) -> None:
+    def __init__(
+        self, *, limit_bytes: int = 4 << 30, spill_folder: Path | None = None, spill_bytes: int = 64 << 30
+    ) -> None:
         self._limit = limit_bytes
-        self._folder = spill_folder
-        self._spill: BinaryIO | None = None
+        self._spill = SpillFile(
+            spill_folder,
+            spill_bytes,
+            what="the changed set",
+            error=PendingSetFull,
+            remedy="raise pending_bytes, or name a spill_folder with space",
+        )
         self._held: list[_Held] = []
         self._by_key: dict[str, list[_Held]] = {}
         self._hash = blake3.blake3(b"dcr-candidate-1")
         self._elements = 0
         self._total = 0
         self.memory_bytes = 0
-        self.spilled_bytes = 0
         self.sent_elements = 0
         self.state_change: dict[int, Sum] = {}
         """Per tensor: sum over the new bits minus sum over the old bits of its changed elements, two lanes."""
@@ -112,7 +116,9 @@ class PendingSet:
         self._by_key.setdefault(baseline_key(record), []).append(held)
         size = kept.nbytes + differences.nbytes
         if self.memory_bytes + size > self._limit:
-            self._write(held, kept, differences)
+            views = (memoryview(np.ascontiguousarray(a)).cast("B") for a in (kept, differences))
+            held.offset = self._spill.append(views)
+            held.arrays = None
         else:
             self.memory_bytes += size
 
@@ -132,6 +138,11 @@ class PendingSet:
                 f"the pipeline kept {self._elements:,} changed elements but not the same ones: a stage between compare "
                 "and encode alters positions or differences; pass records on unchanged"
             )
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes in the spill file."""
+        return self._spill.nbytes
 
     @property
     def digest(self) -> str:
@@ -178,9 +189,7 @@ class PendingSet:
         self._held.clear()
         self._by_key.clear()
         self.memory_bytes = 0
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
+        self._spill.close()
 
     def _load(self, held: _Held, trackers: Trackers) -> Record:
         positions, differences = self._arrays(held)
@@ -194,36 +203,11 @@ class PendingSet:
     def _arrays(self, held: _Held) -> tuple[Indices, Words]:
         if held.arrays is not None:
             return held.arrays[0].astype(np.int64), held.arrays[1]
-        assert self._spill is not None
         index = np.dtype(held.index_dtype)
-        data = os.pread(self._spill.fileno(), held.count * (index.itemsize + held.width), held.offset)
+        data = self._spill.read(held.offset, held.count * (index.itemsize + held.width))
         split = held.count * index.itemsize
         positions = np.frombuffer(data, index, held.count).astype(np.int64)
         return positions, np.frombuffer(data, word_dtype(held.width), held.count, split)
-
-    def _write(self, held: _Held, positions: Words, differences: Words) -> None:
-        if self._folder is None:
-            raise PendingSetFull(
-                f"the changed set needs more than {self._limit:,} bytes and no spill folder is set; "
-                "raise pending_bytes or give a spill_folder"
-            )
-        try:
-            if self._spill is None:
-                # Unlinked as soon as it is open (POSIX), mode 0600: nothing is left behind and nobody else reads it.
-                self._spill = tempfile.TemporaryFile(dir=self._folder, buffering=0)
-            held.offset = self.spilled_bytes
-            for array in (positions, differences):
-                view = memoryview(np.ascontiguousarray(array)).cast("B")
-                while view:
-                    done = os.pwrite(self._spill.fileno(), view, self.spilled_bytes)
-                    self.spilled_bytes += done
-                    view = view[done:]
-        except OSError as error:
-            raise PendingSetFull(
-                f"the changed set cannot be spilled to {self._folder}: {error.strerror or error}; "
-                "free space there, name another spill_folder or raise pending_bytes"
-            ) from error
-        held.arrays = None
 
 
 def _with_relative(record: Record, relative: bool) -> Record:

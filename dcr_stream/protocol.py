@@ -14,13 +14,13 @@ from dcr_stream.canonical import TensorSpec
 from dcr_stream.messages import Announcement, Attempt, CommitRecord, Manifest, OwnedRegion, PayloadKind, Sum
 
 __all__ = [
+    "DECODER",
     "Acked",
     "Adopt",
     "Apply",
     "CloseGates",
     "Done",
     "EngineState",
-    "Failed",
     "Fence",
     "Hello",
     "Mark",
@@ -34,10 +34,9 @@ __all__ = [
     "Staged",
     "StateSums",
     "Stream",
+    "StreamKind",
     "SumsRequest",
     "Welcome",
-    "decode_message",
-    "encode_message",
 ]
 
 PROTOCOL = 1
@@ -222,20 +221,11 @@ class OpenGates(msgspec.Struct, frozen=True, tag="open_gates"):
 
 
 class Fence(msgspec.Struct, frozen=True, tag="fence"):
-    """Attempts below ``floor`` and coordinators below ``epoch`` are void. Answered once nothing of them still writes."""
+    """Attempts below ``floor`` and coordinators below ``epoch`` are void. Answered when nothing of them writes."""
 
     epoch: int
     floor: int
     abandon: bool = False
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """An engine failed in an attempt, and what that makes of it."""
-
-    engine: str
-    error: str
-    text: str
-    mark: Mark
 
 
 Message = (
@@ -261,19 +251,5 @@ Message = (
     | Fence
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_message(message: Message) -> bytes:
-    """MessagePack bytes of a message."""
-    return _encoder.encode(message)
-
-
-def decode_message(data: bytes) -> Message:
-    """The message in ``data``.
-
-    Raises:
-        msgspec.ValidationError: not a message of this protocol.
-    """
-    return _decoder.decode(data)
+DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+"""Decodes any message of the protocol; raises ``msgspec.ValidationError`` for everything else."""

@@ -1,7 +1,7 @@
 """Shared blocks: decoded payloads on their way from a node to the receivers of its host.
 
 A block is a file of mode 0600 in one fixed folder (memory-backed where the system has ``/dev/shm``), named at random
-by the node. A receiver opens it by base name only, checks owner and size, maps it read-only and checks every bound in
+by the node. A receiver opens it by base name only, checks owner and size, maps it privately and checks every bound in
 it itself; nothing in it is executed.
 """
 
@@ -46,7 +46,7 @@ class SharedBlock:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StagingFull(
-                f"a shared block of {self.nbytes:,} bytes cannot be written to {path.parent}: {error.strerror or error}; "
+                f"{self.nbytes:,} bytes cannot be shared in {path.parent}: {error.strerror or error}; "
                 "free memory there or lower the bucket size"
             ) from error
 
@@ -77,7 +77,7 @@ def open_block(name: str, nbytes: int) -> Iterator[memoryview]:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_size != nbytes:
             raise MalformedPayload(f"shared block {name} has another owner or size than announced ({nbytes:,} bytes)")
-        mapped = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
     view = memoryview(mapped)
