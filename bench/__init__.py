@@ -1,0 +1,1 @@
+"""Benchmarks: one file per question, run as ``python -m bench.NAME [--quick] [--json]``."""
