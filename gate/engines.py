@@ -7,7 +7,6 @@ from typing import Protocol
 
 import anyio
 
-from dcr_stream.errors import error_named
 from dcr_stream.interfaces.engine import DrainMode, Engine
 from dcr_stream.interfaces.runtime import Workers
 from dcr_stream.messages import ReceiverCall, ReceiverReply
@@ -53,28 +52,20 @@ class LocalEngine(Engine):
     async def call(self, call: ReceiverCall) -> list[ReceiverReply]:
         """Run one call on every rank; see ``Engine.call``.
 
-        Every rank is waited for, also when one fails, so that nothing writes after this returns or raises. The
-        error of the lowest rank that failed is raised.
+        Every rank is waited for, also when one fails, so that nothing writes after this returns. An exception of a
+        receiver becomes that rank's reply.
         """
         replies: dict[int, ReceiverReply] = {}
-        errors: dict[int, Exception] = {}
 
         async def one(rank: int, receiver: Receiver) -> None:
             try:
                 replies[rank] = await self._workers.run(receiver.handle, call)
             except Exception as error:
-                errors[rank] = error
+                replies[rank] = ReceiverReply(error=type(error).__name__, text=str(error))
 
         async with anyio.create_task_group() as group:
             for rank, receiver in enumerate(self._receivers):
                 group.start_soon(one, rank, receiver)
-        for rank in range(self.ranks):
-            if rank in errors:
-                errors[rank].add_note(f"raised by rank {rank} of engine {self.name} in {call.method}")
-                raise errors[rank]
-            reply = replies[rank]
-            if reply.error is not None:
-                raise error_named(reply.error, f"rank {rank} of engine {self.name}: {reply.text}")
         return [replies[rank] for rank in range(self.ranks)]
 
     async def pause(self, mode: DrainMode) -> None:
