@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
-import pytest
 
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec, Words
 from dcr_stream.codec import (
@@ -24,13 +21,8 @@ from dcr_stream.delta import Bucket, EntryMode, Item, Record
 from dcr_stream.messages import Attempt, PayloadId
 
 
-class Trip(Protocol):
+def trip(old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, Item]:
     """Send what differs between two versions of a tensor; what the receiver then holds, and the item that did it."""
-
-    def __call__(self, old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, Item]: ...
-
-
-def _trip(old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, Item]:
     directory = TensorDirectory([TensorSpec("other", "bool", (3,)), TensorSpec("weight", dtype, (old.size,))])
     positions = np.flatnonzero(old != new)
     record = Record(
@@ -60,8 +52,3 @@ def _trip(old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, I
     result[flat] = combine(item.mode, old[flat], decoded.values)
     assert state_sum(1, flat, result[flat]) == item.digest
     return result, item
-
-
-@pytest.fixture
-def trip() -> Trip:
-    return _trip
