@@ -65,6 +65,7 @@ VERSION = 1
 SEAL_BYTES = 32
 MAX_WINDOW = 8 << 20
 """Largest zstd window, in bytes: what levels 1 to 19 use at most."""
+_MAX_LEVEL = 19
 
 _PAYLOAD_MAGIC = b"DCRP"
 _BLOCK_MAGIC = b"DCRB"
@@ -158,7 +159,13 @@ _decompressor = _Decompressor()
 
 
 def frame_bucket(bucket: Bucket, level: int = 1) -> CodedBucket:
-    """Frame each column of a bucket: one zstd frame, or raw where that is not larger (column L always)."""
+    """Frame each column of a bucket: one zstd frame, or raw where that is not larger (column L always).
+
+    Raises:
+        UsageError: ``level`` is above 19, whose windows no reader accepts.
+    """
+    if level > _MAX_LEVEL:
+        raise UsageError(f"zstd level {level} needs larger windows than readers accept; use at most {_MAX_LEVEL}")
     streams, frames = [], []
     for c, column in enumerate(bucket.columns):
         coded = column if c == _RAW_ALWAYS or not column else _compressors[level].compress(column)
