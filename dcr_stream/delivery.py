@@ -7,7 +7,7 @@ declared (``docs/design/wire-format.md``, state digest).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from dcr_stream.canonical import TensorDirectory, Words
 from dcr_stream.codec import OpenedPayload, add_sums, decode_item, pack_block, state_sum
 from dcr_stream.delta import Item
 from dcr_stream.dense import Assembly, pack_tensors
-from dcr_stream.errors import DigestMismatch, MalformedPayload, PeerLost, error_named
+from dcr_stream.errors import DcrError, DigestMismatch, MalformedPayload, PeerLost, error_named
 from dcr_stream.flow import task_group
 from dcr_stream.interfaces import Engine, Gate, Workers
 from dcr_stream.messages import Attempt, ReceiverCall, Sum
@@ -184,9 +184,7 @@ class Delivery:
         if self.dense:
             return
         with await self._workers.run(lambda: SharedBlock(pack_block(opened))) as block:
-            async with task_group() as tasks:
-                for slot in self._slots:
-                    tasks.start_soon(self._apply_to, slot, block, opened)
+            await self._every(lambda slot: self._apply_to(slot, block, opened))
 
     async def apply_all(self, staging: Staging) -> None:
         """Apply a complete staged set; complete tensors are handed on in directory order as they fill up."""
@@ -214,9 +212,7 @@ class Delivery:
             for tensor in sorted(self._whole):
                 await self._block("load_whole", [(tensor, self._assembly.complete.pop(tensor))])
         await self._each("load_end" if self.dense else "finish", None)
-        async with task_group() as tasks:
-            for slot in self._slots:
-                tasks.start_soon(self._compare, slot, expected)
+        await self._every(lambda slot: self._compare(slot, expected))
 
     async def _hand_on(self, ready: int) -> int:
         """Push complete tensors from ``ready`` on, up to one block; returns the next tensor to wait for."""
@@ -235,9 +231,23 @@ class Delivery:
             await self._each(method, Block(self._order.attempt, block.name, block.nbytes))
 
     async def _each(self, method: str, args: msgspec.Struct | None) -> None:
+        await self._every(lambda slot: slot.call(method, args, object))
+
+    async def _every(self, act: Callable[[EngineSlot], Awaitable[object]]) -> None:
+        """Act on all engines at once and let each come to its end; then raise the worst that happened."""
+        errors: list[DcrError] = []
+
+        async def one(slot: EngineSlot) -> None:
+            try:
+                await act(slot)
+            except DcrError as error:
+                errors.append(error)
+
         async with task_group() as tasks:
             for slot in self._slots:
-                tasks.start_soon(slot.call, method, args, object)
+                tasks.start_soon(one, slot)
+        for error in sorted(errors, key=lambda e: not isinstance(e, DigestMismatch)):
+            raise error
 
     def _receive(self, opened: OpenedPayload) -> None:
         """Account for the items; put dense and whole tensors together, checked as received."""

@@ -6,8 +6,8 @@ It dials the coordinator and obeys it; it refuses whatever comes from an older e
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import anyio
@@ -40,6 +40,7 @@ from dcr_stream.protocol import (
     OpenGates,
     Prepare,
     Prepared,
+    Restored,
     Stage,
     Staged,
     Welcome,
@@ -47,6 +48,7 @@ from dcr_stream.protocol import (
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, session
 from dcr_stream.staging import Staging, StagingBudget
+from dcr_stream.steps import step
 
 __all__ = ["NodeRole", "NodeSettings"]
 
@@ -112,6 +114,7 @@ class NodeRole:
         for engine, gate in engines:
             self.attach(engine, gate)
         self._directory: TensorDirectory | None = None
+        self._connection: MessageConnection | None = None
         self._epoch = -1
         self._floor = 0
         self._running: _Running | None = None
@@ -120,8 +123,13 @@ class NodeRole:
         self._last_attempt: Attempt | None = None
 
     def attach(self, engine: Engine, gate: Gate) -> None:
-        """Add an engine, or replace a restarted one of the same name. It joins before the next transition."""
+        """Add an engine, or replace a restarted one of the same name; ``announce`` tells the coordinator."""
         self._slots[engine.name] = EngineSlot(engine, gate, self._settings.call_deadline_s)
+
+    async def announce(self) -> None:
+        """Tell the coordinator that engines have come, so that it restores them; without one, the next Hello does."""
+        if self._connection is not None:
+            await self._join(self._connection)
 
     async def serve(self, address: str) -> None:
         """Dial the coordinator and obey it until cancelled; dials again when the connection is lost.
@@ -132,9 +140,12 @@ class NodeRole:
             try:
                 async with session(self._runtime.network, address, self.handle) as connection:
                     await self._join(connection)
+                    self._connection = connection
                     await anyio.sleep_forever()
             except PeerLost:
                 pass
+            finally:
+                self._connection = None
             await self._stop(AttemptAborted("the connection to the coordinator was lost"))
             await anyio.sleep(self._settings.reconnect_s)
 
@@ -168,6 +179,8 @@ class NodeRole:
                 return await self._apply(message)
             case Adopt():
                 return await self._adopt(message)
+            case Restored():
+                return await self._restored(message)
             case OpenGates():
                 return await self._open_gates(message)
             case Fence():
@@ -282,6 +295,16 @@ class NodeRole:
         self._release()
         return Done()
 
+    async def _restored(self, order: Restored) -> Done:
+        self._check(order.attempt)
+        run = self._running
+        if run is None or run.order.attempt != order.attempt or run.acked is None:
+            raise AttemptFenced(f"attempt {order.attempt.name} did not end on node {self.name!r}")
+        for slot in run.slots:
+            await slot.adopt(order.attempt, order.attempt.target)
+        self._release()
+        return Done()
+
     async def _open_gates(self, order: OpenGates) -> Done:
         self._check_epoch(order.epoch)
         async with self._step("open"):
@@ -352,15 +375,8 @@ class NodeRole:
             )
         self._epoch = epoch
 
-    @asynccontextmanager
-    async def _step(self, step: str) -> AsyncIterator[None]:
-        clock = self._runtime.clock
-        started = clock.monotonic()
-        self._monitor.step(f"node {self.name}", step)
-        try:
-            yield
-        finally:
-            self._monitor.step(f"node {self.name}", step, seconds=clock.monotonic() - started)
+    def _step(self, name: str) -> AbstractAsyncContextManager[None]:
+        return step(self._monitor, self._runtime.clock, f"node {self.name}", name)
 
 
 def _closing(order: Prepare) -> CloseGates:

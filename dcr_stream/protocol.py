@@ -29,6 +29,7 @@ __all__ = [
     "OpenGates",
     "Prepare",
     "Prepared",
+    "Restored",
     "Shape",
     "Stage",
     "Staged",
@@ -213,6 +214,12 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
     record: CommitRecord
 
 
+class Restored(msgspec.Struct, frozen=True, tag="restored"):
+    """An attempt whose target is the committed version is complete: its engines hold exactly ``attempt.target``."""
+
+    attempt: Attempt
+
+
 class OpenGates(msgspec.Struct, frozen=True, tag="open_gates"):
     """Open the gates of every engine that is clean at ``version``. Answered by ``Done``."""
 
@@ -221,11 +228,15 @@ class OpenGates(msgspec.Struct, frozen=True, tag="open_gates"):
 
 
 class Fence(msgspec.Struct, frozen=True, tag="fence"):
-    """Attempts below ``floor`` and coordinators below ``epoch`` are void. Answered when nothing of them writes."""
+    """Attempts below ``floor`` and coordinators below ``epoch`` are void. Answered when nothing of them writes.
+
+    ``abandon``: owners drop their candidate. ``forget``: they drop their trackers too, so that the next one is dense.
+    """
 
     epoch: int
     floor: int
     abandon: bool = False
+    forget: bool = False
 
 
 Message = (
@@ -247,6 +258,7 @@ Message = (
     | Apply
     | Acked
     | Adopt
+    | Restored
     | OpenGates
     | Fence
 )

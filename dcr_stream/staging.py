@@ -214,7 +214,7 @@ class Staging:
         id, order = announcement.id, self.order
         if len(body) != announcement.size:
             raise AttemptAborted(
-                f"payload {id.name} of attempt {id.attempt.name} ended after {len(body):,} bytes of {announcement.size:,}; "
+                f"payload {id.name} of attempt {id.attempt.name} has {len(body):,} of {announcement.size:,} bytes; "
                 "the transport lost the rest, so the attempt is retried"
             )
         if body[-32:] != announcement.seal:
