@@ -82,7 +82,7 @@ Column = bytes | memoryview
 class Limits:
     """What a reader accepts at most; anything larger raises ``MalformedPayload`` before it is allocated.
 
-    Defaults leave room above buckets of 64 MiB and shards of 256 MiB; a header takes about 60 bytes an item.
+    Defaults leave room above buckets of 64 MiB and shards of 256 MiB; a header takes about 70 bytes an item.
     """
 
     max_payload_bytes: int = 1 << 30
