@@ -23,8 +23,8 @@ def chunk(*, max_bytes: int = 256 << 20) -> Stage[Shard, Group]:
     element is in exactly one group; an empty shard is in one as well. A single element is never cut.
 
     Raises:
-        UsageError: ``max_bytes`` is less than 1. While running: a shard has no tracker, its tracker has another
-            number of elements than its task, or its range lies outside the task.
+        UsageError: ``max_bytes`` is less than 1. While running: a shard's tracker has another number of elements
+            than its task, or its range lies outside the task.
     """
     check_at_least("chunk", "max_bytes", max_bytes, 1)
     return fold(lambda: _Groups(max_bytes), name="chunk")
@@ -61,8 +61,6 @@ class _Groups:
 
 def _check(shard: Shard) -> None:
     task = shard.task
-    if task.key not in shard.trackers:
-        raise UsageError(f"task {task.key!r} has no tracker; fill the trackers (first refit) before comparing")
     tracked = shard.trackers[task.key].size
     if tracked != task.numel:
         raise UsageError(

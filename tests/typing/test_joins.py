@@ -71,14 +71,20 @@ def test_a_wider_stage_may_follow_a_narrower_one() -> None:
     assert_type(OwnStage() | convert(), Pipeline[Record, Record])
 
 
+async def deliver_record(item: Record) -> None:
+    """Take a record."""
+
+
 async def deliver_text(item: str) -> None:
     """Take text."""
 
 
 def test_checkers_refuse_joins_that_do_not_match() -> None:
+    records: list[Record] = []
     chunk() | bucket()  # type: ignore[operator]
     chunk() | compare() | convert() | encode() | compress()  # type: ignore[operator]
     compare() | each(count_experts)  # type: ignore[arg-type]
     project() | OwnStage()  # type: ignore[operator]
     encode() | fold(Names)  # type: ignore[arg-type]
-    execute(OwnStage(), [1], deliver_text).close()  # type: ignore[misc]
+    execute(OwnStage(), [1], deliver_record).close()  # type: ignore[misc]
+    execute(OwnStage(), records, deliver_text).close()  # type: ignore[arg-type]
