@@ -96,7 +96,11 @@ class Leadership:
             raise self._replaced(found)
 
     async def _set(self, new: CommitRecord) -> None:
-        expected = self.record
+        # Shielded: a write whose outcome this coordinator does not remember would look like somebody else's.
+        with anyio.CancelScope(shield=True):
+            await self._replace(self.record, new)
+
+    async def _replace(self, expected: CommitRecord | None, new: CommitRecord) -> None:
         try:
             await self._call(lambda: self._store.compare_and_set(expected, new))
         except CommitConflict as error:
@@ -120,8 +124,8 @@ class Leadership:
                 except CommitDeadlineExceeded:
                     await anyio.sleep(0.1)
         raise CommitDeadlineExceeded(
-            f"the commit store of run {self.run!r} did not answer within {self._deadline_s:g} s; whether the last change "
-            "took effect is unknown, so this coordinator stops: start it again when the store answers"
+            f"the commit store of run {self.run!r} did not answer within {self._deadline_s:g} s; whether the last "
+            "change took effect is unknown, so this coordinator stops; start it again"
         )
 
     async def _call(self, fn: Callable[[], T]) -> T:

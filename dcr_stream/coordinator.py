@@ -1,0 +1,320 @@
+"""The coordinator: who takes part, and one transition after the other. Holds no weights.
+
+Owners and nodes dial it. It drives attempts (:mod:`dcr_stream.transition`) and is the only user of the commit store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from dcr_stream.baseline import check_tiling
+from dcr_stream.canonical import TensorDirectory
+from dcr_stream.errors import (
+    CommitRecordUnreadable,
+    ControlError,
+    DirectoryMismatch,
+    PeerLost,
+    TransitionFailed,
+    UsageError,
+)
+from dcr_stream.interfaces import CommitStore, Link, Monitor, NullMonitor
+from dcr_stream.leadership import Leadership
+from dcr_stream.messages import Announcement, CommitRecord
+from dcr_stream.protocol import PROTOCOL, Hello, Message, Offer, Shape, Welcome
+from dcr_stream.runtime import Runtime
+from dcr_stream.session import MessageConnection, message_connection
+from dcr_stream.transition import Mode, Peer, RefitReport, Transition, TransitionSettings
+
+__all__ = ["CoordinatorRole", "CoordinatorSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSettings:
+    """Whom the first transition waits for, and how long anybody waits for anybody.
+
+    ``join_deadline_s``: for owners and nodes to come (or come back). ``offer_deadline_s``: for all owners' captures
+    once one has offered.
+    """
+
+    owners: int = 1
+    nodes: int = 1
+    join_deadline_s: float = 120.0
+    offer_deadline_s: float = 600.0
+    commit_deadline_s: float = 30.0
+    transition: TransitionSettings = field(default_factory=TransitionSettings)
+
+
+class CoordinatorRole:
+    """Coordinator of one run.
+
+    Args:
+        transport: URL of the transport that owners and nodes use; it travels to them in the welcome.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        store: CommitStore,
+        *,
+        transport: str,
+        runtime: Runtime,
+        settings: CoordinatorSettings | None = None,
+        secret: bytes | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.run = run
+        self.settings = settings or CoordinatorSettings()
+        self._runtime, self._transport, self._secret = runtime, transport, secret
+        self._monitor = monitor or NullMonitor()
+        self._lead = Leadership(run, store, runtime, self.settings.commit_deadline_s)
+        self._owners: dict[str, Peer] = {}
+        self._nodes: dict[str, Peer] = {}
+        self._refused: list[str] = []
+        self._changed = anyio.Condition()
+        self._turn = anyio.Lock()
+        self._transition: Transition | None = None
+        self._attempt = 0
+        self._joined_once = False
+
+    # -- public -----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The committed version; -1 before the first commit."""
+        return self._lead.version
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record as this coordinator knows it."""
+        return self._lead.record
+
+    @asynccontextmanager
+    async def listening(self, address: str) -> AsyncIterator[str]:
+        """Take over the run and serve owners and nodes at ``address``; yields the address actually used.
+
+        Raises:
+            ListenFailed: the address is in use or not allowed.
+            CommitRecordUnreadable: the record exists and cannot be read: not a reason to start over.
+        """
+        await self._lead.take()
+        self._attempt = self._lead.record.attempt_floor if self._lead.record is not None else 0
+        async with self._runtime.network.listen(address, self._serve_link) as actual:
+            yield actual
+
+    async def refit(self, mode: Mode = "async") -> RefitReport:
+        """Wait for every owner's offer, run one transition and return how it went, once every owner has advanced.
+
+        Raises:
+            TransitionAbandoned: every attempt failed; receivers are back on the committed version.
+            TransitionFailed: owners or nodes did not come in time; nothing has happened.
+            StaleEpoch: another coordinator has taken over.
+            UsageError, DirectoryMismatch, PlacementError: owners or receivers do not fit together.
+        """
+        async with self._turn:
+            await self._wait_for(self._all_joined, self.settings.join_deadline_s, self._who_is_missing)
+            self._joined_once = True
+            await self._wait_for(self._all_offered, self.settings.offer_deadline_s, self._who_has_not_offered)
+            transition = await self._begin(mode)
+            try:
+                return await transition.run()
+            finally:
+                self._attempt = transition.next_attempt
+                self._transition = None
+                for owner in self._owners.values():
+                    if owner.offer is not None and owner.offer.base != self.version and owner.offer.kind == "delta":
+                        owner.offer = None
+
+    async def restore_joiners(self) -> int:
+        """Bring engines that hold no committed version to it, densely, and open their gates. Returns how many.
+
+        Nothing to do before the first commit, or while owners do not hold the committed version.
+        """
+        async with self._turn:
+            fresh = [node for node in self._nodes.values() if node.fresh]
+            if self.version < 0 or not fresh or not self._all_joined():
+                return 0
+            transition = await self._begin("async", offers=False)
+            try:
+                return await transition.restore_joiners()
+            finally:
+                self._attempt = transition.next_attempt
+                self._transition = None
+
+    async def serve(self, mode: Mode = "async", *, on_refit: Callable[[RefitReport], None] | None = None) -> None:
+        """Run a transition whenever all owners have offered, and restore joiners in between, until cancelled.
+
+        A transition that is abandoned is reported to the monitor and to the owners; serving goes on.
+        """
+        while True:
+            async with self._changed:
+                while not (self._all_joined() and (self._all_offered() or any(n.fresh for n in self._nodes.values()))):
+                    await self._changed.wait()
+            if self._all_offered():
+                try:
+                    report = await self.refit(mode)
+                except TransitionFailed as error:
+                    self._monitor.step("coordinator", "transition failed", seconds=0.0, detail=str(error))
+                else:
+                    if on_refit is not None:
+                        on_refit(report)
+            elif self.version >= 0:
+                await self.restore_joiners()
+            else:
+                async with self._changed:
+                    await self._changed.wait()
+
+    # -- peers ------------------------------------------------------------------------------------------------------
+
+    async def _serve_link(self, link: Link) -> None:
+        peer: Peer | None = None
+
+        async def handle(message: Message) -> Message | None:
+            nonlocal peer
+            if isinstance(message, Hello):
+                peer = await self._welcome(message, connection, peer)
+                return Welcome(self._lead.epoch, self._lead.record, self._transport)
+            if peer is None:
+                raise ControlError("say Hello first")
+            await self._hear(peer, message)
+            return None
+
+        connection = message_connection(link, handle)
+        try:
+            await connection.run()
+        except PeerLost:
+            pass
+        finally:
+            if peer is not None:
+                peer.gone = True
+                peers = self._owners if peer.hello.role == "owner" else self._nodes
+                if peers.get(peer.hello.name) is peer:
+                    del peers[peer.hello.name]
+            await self._notify()
+
+    async def _welcome(self, hello: Hello, connection: MessageConnection, known: Peer | None) -> Peer:
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            self._refused.append(str(refusal))
+            del self._refused[:-8]
+            await self._notify()
+            raise refusal
+        peers = self._owners if hello.role == "owner" else self._nodes
+        if known is not None and known.hello.name == hello.name:
+            known.hello, known.fresh = hello, True
+            peer = known
+        else:
+            peer = Peer(hello, connection, offer=hello.offer, fresh=True)
+            peers[hello.name] = peer
+        await self._notify()
+        return peer
+
+    def _refusal(self, hello: Hello) -> Exception | None:
+        who = f"{hello.role} {hello.name!r}"
+        if hello.protocol != PROTOCOL:
+            return UsageError(f"{who} speaks protocol {hello.protocol}, not {PROTOCOL}; install one version")
+        if hello.run != self.run:
+            return UsageError(f"{who} belongs to run {hello.run!r}, this coordinator drives {self.run!r}; name one run")
+        if hello.version > self.version:
+            return CommitRecordUnreadable(
+                f"{who} reports version {hello.version}, but the commit record is at {self.version} "
+                f"({'absent' if self._lead.record is None else 'older'}): give the coordinator the run's own commit "
+                "store; it does not start over"
+            )
+        if hello.role == "owner" and hello.shape is None:
+            return UsageError(f"{who} did not say which tensors it publishes; versions must match")
+        return None
+
+    async def _hear(self, peer: Peer, message: Message) -> None:
+        match message:
+            case Offer():
+                peer.offer = message
+                await self._notify()
+            case Announcement():
+                if self._transition is not None:
+                    await self._transition.announce(message)
+            case _:
+                raise UsageError(f"a coordinator does not understand {type(message).__name__}; versions must match")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- transitions ------------------------------------------------------------------------------------------------
+
+    async def _begin(self, mode: Mode, *, offers: bool = True) -> Transition:
+        owners = dict(sorted(self._owners.items()))
+        shape = self._agreed_shape(owners)
+        directory = TensorDirectory(shape.tensors)
+        record = self._lead.record
+        if record is not None and record.version >= 0 and record.directory != directory.digest:
+            raise DirectoryMismatch(
+                f"the owners publish other tensors, dtypes or shapes than version {record.version} has; "
+                "a run keeps its model: start a new run for a new structure"
+            )
+        skip = check_tiling(
+            directory, {name: peer.hello.shape.regions for name, peer in owners.items() if peer.hello.shape is not None}
+        )
+        await self._lead.create(directory.digest)
+        transition = Transition(
+            self._lead,
+            mode,
+            shape=shape,
+            directory=directory,
+            owners=owners,
+            nodes=self._nodes,
+            current_owners=self._owners,
+            skip=skip,
+            first_attempt=self._attempt,
+            runtime=self._runtime,
+            settings=self.settings.transition,
+            secret=self._secret,
+            monitor=self._monitor,
+        )
+        self._transition = transition
+        return transition
+
+    def _agreed_shape(self, owners: dict[str, Peer]) -> Shape:
+        shapes = {name: peer.hello.shape for name, peer in owners.items()}
+        first_name, first = next(iter(shapes.items()))
+        assert first is not None
+        for name, shape in shapes.items():
+            assert shape is not None
+            if shape.tensors != first.tensors:
+                here, there = set(first.tensors), set(shape.tensors)
+                odd = sorted(spec.name for spec in here ^ there)[:4]
+                raise DirectoryMismatch(
+                    f"owners {first_name!r} and {name!r} disagree about the model's tensors"
+                    + (f" (first: {', '.join(odd)})" if odd else " (their order differs)")
+                    + "; every rank must publish one directory"
+                )
+        return Shape(first.tensors)
+
+    def _all_joined(self) -> bool:
+        nodes = 1 if self._joined_once else self.settings.nodes
+        return len(self._owners) >= self.settings.owners and len(self._nodes) >= nodes
+
+    def _all_offered(self) -> bool:
+        return self._all_joined() and all(peer.offer is not None for peer in self._owners.values())
+
+    def _who_is_missing(self) -> str:
+        text = (
+            f"{len(self._owners)} of {self.settings.owners} owners and {len(self._nodes)} of {self.settings.nodes} "
+            f"nodes have joined run {self.run!r}"
+        )
+        return text + (f"; refused: {self._refused[-1]}" if self._refused else "; start the missing ones")
+
+    def _who_has_not_offered(self) -> str:
+        names = [name for name, peer in sorted(self._owners.items()) if peer.offer is None]
+        return f"no refit was offered by owner {', '.join(names)}; every training rank must call owner.refit()"
+
+    async def _wait_for(self, ready: Callable[[], bool], deadline_s: float, missing: Callable[[], str]) -> None:
+        with anyio.move_on_after(deadline_s):
+            async with self._changed:
+                while not ready():
+                    await self._changed.wait()
+            return
+        raise TransitionFailed(f"after {deadline_s:g} s {missing()}")
