@@ -65,7 +65,7 @@ class RolloutEngine(Engine):
             PeerLost: a worker died. Errors that a worker met come back as the same class.
         """
         if self._workers:
-            raise UsageError(f"engine {self.name!r} was already started; make a new one")
+            raise UsageError(f"engine {self.name!r} is already running; close it first")
         with tempfile.TemporaryDirectory(prefix="dcr-engine-") as folder:
             await anyio.to_thread.run_sync(self._start_workers, Path(folder, "ranks"))
             self._lost = None
@@ -128,9 +128,9 @@ class RolloutEngine(Engine):
         with anyio.CancelScope(shield=True):
             self._lose(PeerLost(f"engine {self.name!r} was closed; start a new one"))
             async with self._turn:
-                for worker in self._workers:
+                workers, self._workers = self._workers, []
+                for worker in workers:
                     await anyio.to_thread.run_sync(worker.close, limiter=self._threads)
-                self._workers.clear()
 
     def _start_workers(self, store: Path) -> None:
         for rank in range(self.ranks):
@@ -208,10 +208,12 @@ class _Worker:
             ) from error
 
     def kill(self) -> None:
-        self._process.kill()
+        # The id of a process that has ended may belong to another one by now.
+        if self._process.is_alive():
+            self._process.kill()
 
     def close(self) -> None:
-        self._process.kill()
+        self.kill()
         self._process.join()
         self._process.close()
         self._connection.close()

@@ -1,0 +1,77 @@
+"""One short real training run, shared by the tests of the demonstration's model."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcr_stream.cli.demo.processes import warm_up
+from dcr_stream.cli.demo.text import checkpoint_path, load_tokenizer, request_tokens
+from dcr_stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from dcr_stream.cli.demo.training import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TrainingRun:
+    """Two data-parallel trainers in threads, after ``steps`` steps; ``states`` are the files saved before and after."""
+
+    steps = 2
+
+    def __init__(self, folder: Path) -> None:
+
+        self.folder = folder
+        self.states = [folder / f"{version}.safetensors" for version in range(self.steps + 1)]
+        self.losses: list[float] = []
+        self.trainers: dict[int, Trainer] = {}
+        self.errors: list[BaseException] = []
+        threads = [threading.Thread(target=self._train, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _train(self, rank: int) -> None:
+        from dcr_stream.cli.demo.training import Trainer
+
+        try:
+            trainer = self.trainers[rank] = Trainer(rank, 2, self.folder / "ranks", batch=2, length=48)
+            self.pointers = {name: tensor.data_ptr() for name, tensor in trainer.policy.items()}
+            for version in range(self.steps + 1):
+                if version:
+                    loss = trainer.step()
+                    self.losses += [loss] if rank == 0 else []
+                if rank == 0:
+                    trainer.save(self.states[version])
+        except BaseException as error:
+            self.errors.append(error)
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    """The packaged checkpoint; workers' imports begin while other tests run."""
+    try:
+        folder = checkpoint_path()
+    except UsageError as missing:
+        pytest.skip(str(missing))
+    warm_up()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Real steps at the demonstration's learning rate."""
+    return TrainingRun(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="session")
+def requests(checkpoint: Path) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the demonstration's requests."""
+    return request_tokens(load_tokenizer())
