@@ -37,6 +37,8 @@ class MemoryTransport(Transport):
     def __init__(self, *, max_bytes: int = 2 * _GiB, wait_s: float = 60.0) -> None:
         if max_bytes < 1:
             raise UsageError(f"max_bytes is {max_bytes}; give at least the size of one payload")
+        # A class variable of transports, but here an option decides.
+        self.capabilities = Capabilities(spans_processes=False, max_payload_bytes=max_bytes)  # type: ignore[misc]
         self._max_bytes = max_bytes
         self._wait_s = wait_s
         self._condition = LoopCondition()

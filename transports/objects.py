@@ -79,12 +79,23 @@ class Objects:
             UsageError: the URL is not understood, or the folder is missing or may not be written to.
         """
         parts = urlsplit(url)
-        if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path or parts.query:
+        if (
+            parts.scheme != "file"
+            or parts.netloc not in ("", "localhost")
+            or not parts.path.startswith("/")
+            or parts.query
+        ):
             raise UsageError(f"transport {url!r} is not understood; write file:///DIR with an absolute folder")
         folder = Path(unquote(parts.path))
-        if not folder.is_dir():
+        # A folder that cannot even be looked at counts as existing: what follows says that it may not be used.
+        try:
+            missing = not folder.is_dir()
+        except OSError:
+            missing = False
+        if missing:
             raise UsageError(f"transport {url!r}: folder {str(folder)!r} does not exist; create it, on every host")
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        effective = os.access in os.supports_effective_ids
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=effective):
             raise UsageError(
                 f"transport {url!r}: folder {str(folder)!r} may not be read and written by this user; "
                 "change its permissions or choose another folder"
