@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -187,15 +187,15 @@ class Owner:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _call(self, fn: Callable[..., object], *args: object) -> T:  # type: ignore[type-var]
+    def _call(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Call into the background loop; an owner that the coordinator refused raises that refusal."""
         if self._serving.done() and not self._serving.cancelled():
             error = self._serving.exception()
             raise error if error is not None else ControlError(f"owner {self.name!r} has stopped")
-        waiting = self._portal.start_task_soon(fn, *args)  # type: ignore[arg-type]
+        waiting: Future[T] = self._portal.start_task_soon(fn, *args)
         while True:
             try:
-                return waiting.result(timeout=0.2)  # type: ignore[return-value]
+                return waiting.result(timeout=0.2)
             except TimeoutError:
                 if self._serving.done() and not self._serving.cancelled() and not waiting.done():
                     waiting.cancel()
@@ -203,7 +203,7 @@ class Owner:
                     raise error if error is not None else ControlError(f"owner {self.name!r} has stopped") from None
 
 
-def _sync(fn: Callable[[], None]) -> Callable[[], object]:
+def _sync(fn: Callable[[], None]) -> Callable[[], Awaitable[None]]:
     async def call() -> None:
         fn()
 

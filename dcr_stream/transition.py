@@ -184,7 +184,9 @@ class Transition:
     ) -> AttemptRun:
         attempt = Attempt(self._lead.run, target, self.next_attempt, self._lead.epoch)
         self.next_attempt += 1
-        self._mine.add(attempt.number)
+        if kind in ("delta", "revert"):
+            # What an interrupted dense load leaves behind is no version plus changes: never to be overwritten onto.
+            self._mine.add(attempt.number)
         streams = [
             (peer, Stream(attempt, base, kind, relative, overwrite, whole, self._skip.get(name, ())))
             for name, peer in self._owners.items()

@@ -1,0 +1,282 @@
+"""A whole run in one event loop: owners, coordinator, nodes and engines over in-process links."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import torch
+
+from dcr_stream import Receiver, StateDictLoader, TorchSource
+from dcr_stream.capture import CaptureSettings
+from dcr_stream.codec import words
+from dcr_stream.control import MemoryNetwork
+from dcr_stream.coordinator import CoordinatorRole, CoordinatorSettings
+from dcr_stream.delta import CodedBucket, Shard
+from dcr_stream.flow import Pipeline, task_group
+from dcr_stream.gate import EngineGate, LocalEngine
+from dcr_stream.interfaces import CommitStore, Loader, Source, Transport
+from dcr_stream.messages import ReceiverCall, ReceiverReply
+from dcr_stream.node import NodeRole, NodeSettings
+from dcr_stream.owner import OwnerRole, OwnerSettings
+from dcr_stream.peers import Mode, RefitReport, TransitionSettings
+from dcr_stream.runtime import Runtime
+from dcr_stream.stages import bucket, chunk, compare, compress, convert, encode, project
+from dcr_stream.testing import MemoryCommitStore
+from dcr_stream.transports import MemoryTransport
+
+RUN = "test"
+SETTINGS = TransitionSettings(
+    max_attempts=3,
+    prepare_deadline_s=20,
+    stage_deadline_s=20,
+    drain_deadline_s=2,
+    gate_deadline_s=5,
+    apply_deadline_s=20,
+    advance_deadline_s=20,
+    rejoin_deadline_s=2,
+)
+
+
+def small_pipeline(max_bytes: int = 2048) -> Pipeline[Shard, CodedBucket]:
+    """Small chunks and buckets, so that a small model makes many payloads."""
+    return (
+        chunk(max_bytes=max_bytes)
+        | compare()
+        | project()
+        | convert()
+        | encode()
+        | bucket(max_bytes=max_bytes, max_items=2)
+        | compress()
+    )
+
+
+class Weights(torch.nn.Module):
+    """A plain model: parameters and buffers of several dtypes and shapes, all refit by name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, torch.zeros_like(tensor))
+
+
+def some_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of every width, a 0-dim and an empty one among them."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(64, 32, generator=g).bfloat16(),
+        "b": torch.randn(48, 16, generator=g).bfloat16(),
+        "bias": torch.randn(64, generator=g),
+        "scale": torch.randn((), generator=g),
+        "ids": torch.randint(0, 1 << 40, (33,), generator=g),
+        "fp8": torch.randint(0, 255, (17, 3), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 4),
+        "wide": torch.randn(7, 5, generator=g, dtype=torch.float64),
+    }
+
+
+def nudge(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.05) -> None:
+    """Change about ``share`` of the stored elements, in place, at random bits."""
+    g = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        flat = words(tensor)
+        if flat.size:
+            hit = (torch.rand(flat.size, generator=g) < share).numpy()
+            flat[hit] ^= flat.dtype.type(1 + seed % 3)
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """Stored bits by name."""
+    return {name: words(t).tobytes() for name, t in tensors.items()}
+
+
+class FaultyReceiver:
+    """A receiver whose calls can be watched, delayed or broken; the receiver itself is the real one."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.calls: list[str] = []
+        self.before: Callable[[str], None] = lambda method: None
+        self.after: Callable[[str], None] = lambda method: None
+
+    def handle(self, call: ReceiverCall) -> ReceiverReply:
+        self.calls.append(call.method)
+        self.before(call.method)
+        reply = self.receiver.handle(call)
+        self.after(call.method)
+        return reply
+
+
+@dataclass
+class Rollout:
+    """One node with one engine of one rank, and everything that a test wants to reach."""
+
+    name: str
+    model: torch.nn.Module
+    receiver: FaultyReceiver
+    engine: LocalEngine
+    gate: EngineGate
+    node: NodeRole
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    def bits(self) -> dict[str, bytes]:
+        """The engine's stored bits by name."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return bits({name: t.detach() for name, t in tensors.items()})
+
+
+@dataclass
+class Run:
+    """A running world."""
+
+    network: MemoryNetwork
+    transport: Transport
+    store: CommitStore
+    coordinator: CoordinatorRole
+    owners: list[OwnerRole]
+    live: dict[str, torch.Tensor]
+    rollouts: dict[str, Rollout]
+    start: Callable[..., None]
+    stop: anyio.CancelScope
+    runtime: Runtime
+
+    async def offer(self) -> None:
+        """Capture and offer on every owner, as training ranks do together."""
+        for owner in self.owners:
+            assert await owner.wait_settled(20)
+        for owner in self.owners:
+            await owner.capture()
+        for owner in self.owners:
+            await owner.offer()
+
+    async def refit(self, mode: Mode = "async") -> RefitReport:
+        """Offer and run one transition."""
+        await self.offer()
+        return await self.coordinator.refit(mode)
+
+    def check_exact(self) -> None:
+        """Every engine holds the live bits, in every tensor."""
+        want = bits(self.live)
+        for rollout in self.rollouts.values():
+            assert rollout.bits() == want, rollout.name
+
+
+def make_rollout(
+    name: str,
+    model: torch.nn.Module,
+    runtime: Runtime,
+    transport: Transport,
+    *,
+    loader: Loader | None = None,
+    settings: NodeSettings | None = None,
+    secret: bytes | None = None,
+) -> Rollout:
+    """A node with one engine over ``model``."""
+    receiver = FaultyReceiver(Receiver(loader or StateDictLoader(model), name=f"{name} receiver"))
+    engine = LocalEngine("engine", [receiver], workers=runtime.workers)
+    gate = EngineGate(engine, hook_deadline_s=2)
+    node = NodeRole(
+        name,
+        [(engine, gate)],
+        run=RUN,
+        runtime=runtime,
+        open_transport=lambda url: transport,
+        settings=settings or NodeSettings(call_deadline_s=10, reconnect_s=0.02),
+        secret=secret,
+    )
+    return Rollout(name, model, receiver, engine, gate, node)
+
+
+def make_owner(
+    name: str,
+    source: Source,
+    runtime: Runtime,
+    transport: Transport,
+    *,
+    pipeline: Pipeline[Shard, CodedBucket] | None = None,
+    capture: CaptureSettings | None = None,
+    secret: bytes | None = None,
+) -> OwnerRole:
+    """An owner over ``source``."""
+    return OwnerRole(
+        name,
+        source,
+        run=RUN,
+        pipeline=pipeline or small_pipeline(),
+        runtime=runtime,
+        open_transport=lambda url: transport,
+        settings=OwnerSettings(capture=capture or CaptureSettings(), piece_bytes=1024, reconnect_s=0.02),
+        secret=secret,
+    )
+
+
+@asynccontextmanager
+async def running(
+    *,
+    live: dict[str, torch.Tensor] | None = None,
+    sources: Sequence[Source] | None = None,
+    nodes: Sequence[str] = ("n0", "n1"),
+    store: CommitStore | None = None,
+    transport: Transport | None = None,
+    settings: TransitionSettings = SETTINGS,
+    pipeline: Pipeline[Shard, CodedBucket] | None = None,
+    capture: CaptureSettings | None = None,
+    model: Callable[[], torch.nn.Module] | None = None,
+    loader: Callable[[torch.nn.Module], Loader] | None = None,
+    secret: bytes | None = None,
+) -> AsyncIterator[Run]:
+    """Two owners over replicas of ``live`` and one rollout for each of ``nodes``, all connected."""
+    live = live if live is not None else some_tensors(1)
+    network, store = MemoryNetwork(), store or MemoryCommitStore()
+    transport = transport or MemoryTransport()
+    runtime = Runtime.default(network)
+    if sources is None:
+        sources = [TorchSource(live, rank=rank, replicas=2) for rank in range(2)]
+    coordinator = CoordinatorRole(
+        RUN,
+        store,
+        transport="memory://test",
+        runtime=runtime,
+        settings=CoordinatorSettings(
+            owners=len(sources), nodes=len(nodes), join_deadline_s=10, offer_deadline_s=10, transition=settings
+        ),
+        secret=secret,
+    )
+    owners = [
+        make_owner(f"o{i}", source, runtime, transport, pipeline=pipeline, capture=capture, secret=secret)
+        for i, source in enumerate(sources)
+    ]
+    rollouts: dict[str, Rollout] = {}
+    for name in nodes:
+        made = model() if model is not None else Weights(live)
+        rollouts[name] = make_rollout(
+            name, made, runtime, transport, loader=loader(made) if loader is not None else None, secret=secret
+        )
+    async with task_group() as tasks, coordinator.listening("memory://coordinator") as address:
+
+        def start(role: OwnerRole | NodeRole, scope: anyio.CancelScope | None = None) -> None:
+            async def serve() -> None:
+                with scope or anyio.CancelScope():
+                    await role.serve(address)
+
+            tasks.start_soon(serve)
+
+        for owner in owners:
+            start(owner)
+        for rollout in rollouts.values():
+            start(rollout.node, rollout.scope)
+        yield Run(
+            network,
+            transport,
+            store,
+            coordinator,
+            owners,
+            live,
+            rollouts,
+            start,
+            tasks.cancel_scope,
+            runtime,
+        )
+        tasks.cancel_scope.cancel()
