@@ -1,0 +1,118 @@
+"""Apply items to storage through the placement plan, and read back what storage then holds.
+
+Plain numpy: what faster kernels must match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from dcr_stream.canonical import Indices, Region
+from dcr_stream.codec.digest import add_sums, state_sum, state_sums
+from dcr_stream.codec.entries import Decoded, combine
+from dcr_stream.delta import Item
+from dcr_stream.errors import UntracedPath
+from dcr_stream.messages import Sum
+from dcr_stream.trace.boxes import find
+from dcr_stream.trace.plan import Box, PlacementPlan
+from dcr_stream.trace.storage import StorageMap
+
+__all__ = ["apply_item", "full_sums", "read_back"]
+
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_BLOCK = 1 << 18
+
+
+def apply_item(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> None:
+    """Write an item's elements to every place that this rank has for them.
+
+    Each storage element under the item is read and written exactly once, whatever the region and the boxes look
+    like; elements that other ranks hold are passed over. The item must have been checked against the directory.
+
+    Raises:
+        UntracedPath: the tensor goes whole through the loader, or is refused, on this rank.
+    """
+    _require_placed(plan, item.tensor)
+    flat, order = _ascending(item.region, decoded.positions)
+    values = decoded.values if order is None else decoded.values[order]
+    for box in plan.by_tensor.get(item.tensor, ()):
+        words = storage.words(box.storage, item.width)
+        for chosen, at in find(box.region, box.place, flat):
+            words[at] = combine(item.mode, words[at], values[chosen])
+
+
+def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: Indices) -> dict[int, list[int]]:
+    """State sums of an item's elements as storage holds them now, loaded anew.
+
+    Returns:
+        For each cell of the tensor that this rank holds, one sum per copy (0 for a cell without changed elements).
+
+    Raises:
+        UntracedPath: see :func:`apply_item`.
+    """
+    _require_placed(plan, item.tensor)
+    flat, _ = _ascending(item.region, positions)
+    sums: dict[int, list[int]] = {}
+    for box in plan.by_tensor.get(item.tensor, ()):
+        words = storage.words(box.storage, item.width)
+        copies = sums.setdefault(box.cell, [])
+        copies += [0] * (box.copy + box.copies - len(copies))
+        for copy, (chosen, at) in enumerate(find(box.region, box.place, flat), box.copy):
+            copies[copy] = (copies[copy] + state_sum(item.tensor, flat[chosen], words[at])) & _MASK
+    return sums
+
+
+def full_sums(plan: PlacementPlan, storage: StorageMap, tensors: Iterable[int]) -> dict[int, dict[int, list[Sum]]]:
+    """State sums of all that this rank holds of some tensors: per tensor and cell, one per copy.
+
+    Tensors that this rank does not map are left out. Read block by block: memory does not grow with the tensor.
+    """
+    found: dict[int, dict[int, list[Sum]]] = {}
+    for tensor in tensors:
+        for box in plan.by_tensor.get(tensor, ()):
+            words = storage.words(box.storage, plan.widths[tensor])
+            copies = found.setdefault(tensor, {}).setdefault(box.cell, [])
+            copies += [(0, 0)] * (box.copy + box.copies - len(copies))
+            for copy, region, place in _single_copies(box):
+                for flat, at in _in_blocks(region, place):
+                    copies[copy] = add_sums(copies[copy], state_sums(tensor, flat, words[at]))
+    return found
+
+
+def _require_placed(plan: PlacementPlan, tensor: int) -> None:
+    if plan.classes[tensor] in ("whole", "refused"):
+        raise UntracedPath(
+            f"tensor number {tensor} is {plan.classes[tensor]!r} on this rank and has no boxes; "
+            "give it whole to the native loader, or see the prepare report"
+        )
+
+
+def _ascending(region: Region, positions: Indices) -> tuple[Indices, Indices | None]:
+    """Flat indices of positions in ascending order, and the order that makes them so (None: they already are)."""
+    flat = region.flat(positions)
+    if (flat[1:] > flat[:-1]).all():
+        return flat, None
+    order = np.argsort(flat)
+    return flat[order], order
+
+
+def _single_copies(box: Box) -> Iterator[tuple[int, Region, Region]]:
+    """Each copy that a box holds: its number, and the canonical region and place without broadcast dimensions."""
+    sizes = box.region.sizes
+    spread = [d for d, stride in enumerate(box.region.strides) if stride == 0 and sizes[d] > 1]
+    kept = [d for d in range(len(sizes)) if d not in spread]
+    kept_sizes = tuple(sizes[d] for d in kept) or (1,)
+    strides = tuple(box.region.strides[d] for d in kept) or (1,)
+    steps = tuple(box.place.strides[d] for d in kept) or (1,)
+    region = Region(box.region.offset, kept_sizes, strides)
+    for copy, at in enumerate(np.ndindex(*(sizes[d] for d in spread)), box.copy):
+        shift = sum(i * box.place.strides[d] for i, d in zip(at, spread, strict=True))
+        yield copy, region, Region(box.place.offset + shift, kept_sizes, steps)
+
+
+def _in_blocks(region: Region, place: Region) -> Iterator[tuple[Indices, Indices]]:
+    for lo in range(0, region.count, _BLOCK):
+        positions = np.arange(lo, min(lo + _BLOCK, region.count), dtype=np.int64)
+        yield region.flat(positions), place.flat(positions)
