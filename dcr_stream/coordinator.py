@@ -24,10 +24,12 @@ from dcr_stream.errors import (
 from dcr_stream.interfaces import CommitStore, Link, Monitor, NullMonitor
 from dcr_stream.leadership import Leadership
 from dcr_stream.messages import Announcement, CommitRecord
+from dcr_stream.participants import Participants
+from dcr_stream.peers import Mode, Peer, RefitReport, TransitionSettings
 from dcr_stream.protocol import PROTOCOL, Hello, Message, Offer, Shape, Welcome
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, message_connection
-from dcr_stream.transition import Mode, Peer, RefitReport, Transition, TransitionSettings
+from dcr_stream.transition import Transition
 
 __all__ = ["CoordinatorRole", "CoordinatorSettings"]
 
@@ -137,7 +139,7 @@ class CoordinatorRole:
             fresh = [node for node in self._nodes.values() if node.fresh]
             if self.version < 0 or not fresh or not self._all_joined():
                 return 0
-            transition = await self._begin("async", offers=False)
+            transition = await self._begin("async")
             try:
                 return await transition.restore_joiners()
             finally:
@@ -245,7 +247,7 @@ class CoordinatorRole:
 
     # -- transitions ------------------------------------------------------------------------------------------------
 
-    async def _begin(self, mode: Mode, *, offers: bool = True) -> Transition:
+    async def _begin(self, mode: Mode) -> Transition:
         owners = dict(sorted(self._owners.items()))
         shape = self._agreed_shape(owners)
         directory = TensorDirectory(shape.tensors)
@@ -262,15 +264,10 @@ class CoordinatorRole:
         transition = Transition(
             self._lead,
             mode,
-            shape=shape,
-            directory=directory,
-            owners=owners,
-            nodes=self._nodes,
+            Participants(self._lead, shape, directory, owners, self._nodes, skip, self.settings.transition),
             current_owners=self._owners,
-            skip=skip,
             first_attempt=self._attempt,
             runtime=self._runtime,
-            settings=self.settings.transition,
             secret=self._secret,
             monitor=self._monitor,
         )

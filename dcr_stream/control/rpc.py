@@ -155,11 +155,11 @@ class Connection(Generic[M]):
             raise UsageError(f"the connection to {self.peer} is already running; call run() once per link")
         self._ran = True
         failure: Exception | None = None
+        faults: list[Exception] = []
         try:
             # Handlers never raise into the group, so what ends it is raised from here, outside of an ExceptionGroup.
             async with anyio.create_task_group() as group:
                 inbox = _Inbox()
-                faults: list[Exception] = []
                 group.start_soon(self._dispatch, inbox, group, faults)
                 try:
                     await self._read(inbox)

@@ -183,7 +183,7 @@ class WebSocketNetwork(Network):
                 },
                 heartbeat=HEARTBEAT_S,
                 max_msg_size=MAX_FRAME_BYTES,
-                timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+                timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),  # pyright: ignore[reportCallIssue]
             )
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 401:

@@ -53,8 +53,8 @@ def find_aliases(
         runner.load(contents, runner.order(backwards=True))
         for tensor, places in mismatches(contents, placed, storage, seen).items():
             aliases.tensors.add(tensor)
-            for view, at in places:
-                several.setdefault(view, []).append(at)
+            for view, where in places:
+                several.setdefault(view, []).append(where)
     if not several:
         return aliases
     at = {view: np.unique(np.concatenate(parts)) for view, parts in several.items()}
@@ -80,12 +80,11 @@ def find_aliases(
         for backwards in (False, True):
             new |= names(writers(runner.order(backwards=backwards, first=aliases.tensors)))
     for tensor in sorted(aliases.tensors):
-        written = writers(runner.order(last=[tensor]))
-        for view, values in written.items():
+        for view, values in writers(runner.order(last=[tensor])).items():
             who, flat = space.locate(seen[view].width, values)
             mine = np.flatnonzero((who == tensor) & (seen[view].ids_of(at[view]) != values))
-            where = at[view][mine]
-            starts, count = runs_of(where, flat[mine])
-            pairs = compress(where[starts], flat[mine][starts], count)
+            spots = at[view][mine]
+            starts, count = runs_of(spots, flat[mine])
+            pairs = compress(spots[starts], flat[mine][starts], count)
             aliases.hidden.setdefault(tensor, []).extend(Placed(view, r, p) for r, p in pairs)
     return aliases

@@ -64,7 +64,7 @@ class _Items:
 
     @property
     def dims(self) -> int:
-        return self.sizes.shape[1]
+        return int(self.sizes.shape[1])
 
     def merge(self) -> _Items | None:
         """Join equal neighbours at equal distances along a new outer dimension; None if there are none."""

@@ -73,7 +73,7 @@ def assign_cells(
         directory: the canonical tensors that they were traced for.
         unplaced: names that this engine may leave without a place.
 
-    Memory: one tensor at a time, about 5 bytes an element and 40 for boxes that have to be cut.
+    Memory: one tensor at a time, about 20 bytes an element, and 50 for boxes that have to be cut.
 
     Raises:
         DirectoryMismatch: a plan belongs to another directory.
@@ -146,12 +146,12 @@ def _missing_findings(missing: dict[int, int], directory: TensorDirectory) -> li
     return [Finding("refuse", _UNPLACED, text)]
 
 
-def _paint(counts: NDArray[np.uint16], region: Region) -> NDArray[np.uint16]:
+def _paint(counts: NDArray[np.uint32], region: Region) -> NDArray[np.uint32]:
     """The part of ``counts`` under a region, each element once: broadcast dimensions are left out."""
     kept = [d for d, stride in enumerate(region.strides) if stride > 0 or region.sizes[d] == 1]
     sizes = tuple(region.sizes[d] for d in kept) or (1,)
     strides = tuple(region.strides[d] for d in kept) or (1,)
-    view: NDArray[np.uint16] = strided(counts, Region(region.offset, sizes, strides))  # type: ignore[assignment]
+    view: NDArray[np.uint32] = strided(counts, Region(region.offset, sizes, strides))  # type: ignore[assignment]
     return view
 
 
@@ -165,12 +165,12 @@ def _label(
         held = plan.by_tensor.get(tensor, ())
         if not held:
             continue
-        counts = np.zeros(numel, np.uint16)
+        counts = np.zeros(numel, np.uint32)
         for box in held:
             spot = _paint(counts, box.region)
-            spot += np.uint16(box.copies)
+            spot += np.uint32(box.copies)
         base = int(counts.max()) + 1
-        joint = labels * np.int32(base) + counts
+        joint = labels.astype(np.int64) * base + counts
         present = np.flatnonzero(np.bincount(joint, minlength=1))
         table = np.zeros(int(present[-1]) + 1, np.int32)
         table[present] = np.arange(present.size)
@@ -182,13 +182,13 @@ def _label(
 
 def _cut(boxes: Sequence[Box], labels: NDArray[np.int32], number: Indices, numel: int) -> Iterator[Box]:
     """One rank's boxes of a tensor, cut so that each lies in one cell and starts at one copy."""
-    earlier = np.zeros(numel if len(boxes) > 1 else 0, np.uint16)
+    earlier = np.zeros(numel if len(boxes) > 1 else 0, np.uint32)
     for box in boxes:
         under = _paint(labels.view(), box.region)  # type: ignore[arg-type]
-        before = _paint(earlier, box.region).copy() if earlier.size else np.zeros(1, np.uint16)
+        before = _paint(earlier, box.region).copy() if earlier.size else np.zeros(1, np.uint32)
         if earlier.size:
             spot = _paint(earlier, box.region)
-            spot += np.uint16(box.copies)
+            spot += np.uint32(box.copies)
         if under.min() == under.max() and before.min() == before.max():
             cell = int(number[under.flat[0]])
             yield msgspec.structs.replace(box, cell=cell, copy=int(before.flat[0]))
@@ -196,26 +196,25 @@ def _cut(boxes: Sequence[Box], labels: NDArray[np.int32], number: Indices, numel
         yield from _split(box, labels, np.broadcast_to(before, under.shape), number)
 
 
-def _split(box: Box, labels: NDArray[np.int32], before: NDArray[np.uint16], number: Indices) -> Iterator[Box]:
+def _split(box: Box, labels: NDArray[np.int32], before: NDArray[np.uint32], number: Indices) -> Iterator[Box]:
     broadcast = [d for d, s in enumerate(box.region.strides) if s == 0 and box.region.sizes[d] > 1]
     if broadcast:
         # Copies of a broadcast are cut one by one; they count up from the elements' earlier copies.
         d = broadcast[0]
         for i in range(box.region.sizes[d]):
-            region, place = _at(box.region, d, i), _at(box.place, d, i)
-            one = msgspec.structs.replace(box, region=region, place=place)
-            yield from _split(one, labels, before + np.uint16(i * one.copies), number)
+            one = msgspec.structs.replace(box, region=_at(box.region, d, i), place=_at(box.place, d, i))
+            yield from _split(one, labels, before + np.uint32(i * one.copies), number)
         return
-    flat, place = box.region.all_flat(), box.place.all_flat()
-    order = np.argsort(place)
-    flat, place, copy = flat[order], place[order], before.reshape(-1)[order].astype(np.int64)
+    flat, at = box.region.all_flat(), box.place.all_flat()
+    order = np.argsort(at)
+    flat, at, copy = flat[order], at[order], before.reshape(-1)[order].astype(np.int64)
     key = labels[flat].astype(np.int64) * (int(copy.max()) + 1) + copy
     for value in np.unique(key).tolist():
         mine = np.flatnonzero(key == value)
-        starts, count = runs_of(place[mine], flat[mine])
-        for region, at in compress(place[mine][starts], flat[mine][starts], count):
+        starts, count = runs_of(at[mine], flat[mine])
+        for region, place in compress(at[mine][starts], flat[mine][starts], count):
             cell = int(number[labels[region.offset]])
-            yield msgspec.structs.replace(box, region=region, place=at, cell=cell, copy=int(copy[mine[0]]))
+            yield msgspec.structs.replace(box, region=region, place=place, cell=cell, copy=int(copy[mine[0]]))
 
 
 def _at(region: Region, dim: int, index: int) -> Region:

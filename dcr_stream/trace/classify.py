@@ -153,7 +153,8 @@ class Prover:
             elif inside.any() and not (owner[inside] >= 0).any():
                 text = (
                     f"storage {name!r} changes when weights are loaded, but not as a function of one of them (it may "
-                    "accumulate); give it a loader that copies, or declare it derived and recompute it in the refresh hook"
+                    "accumulate); give it a loader that copies, or declare it derived and recompute it in the "
+                    "refresh hook"
                 )
                 result.findings.append(Finding("refuse", name, text))
 

@@ -98,7 +98,7 @@ class LoadRunner:
                     break
         if not alone and failure.tensor is None:
             raise failure
-        self.refused |= alone or {t: failure.reason for t in suspects}
+        self.refused |= alone or dict.fromkeys(suspects, failure.reason)
 
     def order(self, *, backwards: bool = False, first: Collection[int] = (), last: Collection[int] = ()) -> list[int]:
         """All tensors in directory order or backwards, some of them moved; equal tensors follow each other forwards."""

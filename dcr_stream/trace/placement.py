@@ -17,6 +17,9 @@ from dcr_stream.trace.sweep import Placed, Seen, sweep
 
 __all__ = ["trace"]
 
+_MAX_COPIES = 1024
+"""Copies of an element that are read back one by one; tensors broadcast more widely go whole."""
+
 
 def trace(
     loader: Loader, directory: TensorDirectory, *, seed: int = 0, whole_limit_bytes: int | None = None
@@ -62,7 +65,7 @@ def trace(
     return PlacementPlan(
         directory=directory.digest,
         boxes=(),
-        classes=("refused",) * len(directory),
+        classes=tuple(_class(t, {}, set(), {t}) for t in range(len(directory))),
         widths=tuple(spec.width for spec in directory),
         aliased=(),
         identity=storage.identity(),
@@ -85,7 +88,11 @@ def _traced(
     space, seen, placed = sweep(runner, storage, storage.views(loader.declared_derived()))
     aliases = find_aliases(runner, space, storage, seen, placed)
     prover = Prover(runner, space, storage, seen, placed, aliases.hidden, seed)
-    classified = prover.classify(prover.prove())
+    failed = prover.prove()
+    for tensor, boxes in placed.items():
+        if any(_copies(box) > _MAX_COPIES for box in boxes):
+            failed.setdefault(tensor, [])
+    classified = prover.classify(failed)
     unplaced = loader.declared_unplaced()
     findings = [*findings, *unknown_names(runner.refused, directory, unplaced), *classified.findings]
     for tensor in sorted(aliases.computed):
@@ -120,6 +127,10 @@ def _traced(
         total_bytes=mapped_bytes + classified.computed_bytes,
         findings=tuple(findings),
     )
+
+
+def _copies(box: Placed) -> int:
+    return Box(0, box.region, 0, box.place).copies
 
 
 def _class(tensor: int, mapped: dict[int, list[Placed]], whole: set[int], refused: set[int]) -> TensorClass:

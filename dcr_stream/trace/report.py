@@ -23,7 +23,7 @@ def unmanaged_tensors(loader: Loader, storage: StorageMap) -> list[Finding]:
             continue
         owner, _, attribute = path.rpartition(".")
         text = (
-            f"{attribute!r} of {owner or 'the model'!r} is a {str(tensor.dtype).removeprefix('torch.')} tensor of shape "
+            f"{attribute!r} of {owner or 'the model'!r} is a {tensor.dtype} tensor of shape "
             f"{list(tensor.shape)} outside parameters and buffers, which may hold something computed from weights; "
             "declare it derived (and recompute it in the refresh hook if it is)"
         )

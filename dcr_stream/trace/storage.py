@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class StorageMap:
             memory = tensor.untyped_storage()
             number = self._number.setdefault(memory.data_ptr(), len(self._bytes))
             if number == len(self._bytes):
-                raw = torch.empty(0, dtype=torch.uint8).set_(memory)  # type: ignore[call-overload]
+                raw = torch.empty(0, dtype=torch.uint8).set_(memory)
                 self._bytes.append(raw.numpy())
                 self._held.append(memory)
                 self._owners.append([])
@@ -79,7 +80,7 @@ class StorageMap:
 
     def _refuse_overlap(self) -> None:
         ranges = sorted((s.ptr, s.ptr + s.nbytes, i) for i, s in enumerate(self._layout.storages))
-        for (_, end, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
+        for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
             if start < end:
                 raise PlacementError(
                     f"storages of {self._owners[first][0]!r} and {self._owners[second][0]!r} overlap in memory; "
@@ -110,8 +111,8 @@ class StorageMap:
     def span(self, name: str) -> tuple[int, int]:
         """First storage element of a parameter or buffer, and one past its last, in elements of its own width."""
         tensor = self._tensors[name]
-        first = tensor.storage_offset()
-        return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset())
+        return first, first + 1 + sum((n - 1) * s for n, s in zip(tuple(tensor.shape), tensor.stride(), strict=True))
 
     def identity(self) -> Layout:
         """The layout as it was when the map was made."""

@@ -261,7 +261,7 @@ def ids_at(
     at: dict[int, Indices],
     order: Sequence[int],
 ) -> dict[int, Indices]:
-    """Ids that some elements carry after loads in another order; -1 where they carry none of a tensor of their dtype."""
+    """Ids that some elements carry after loads in another order; -1 for no id of a tensor of their dtype."""
     ids = {view: np.zeros(where.size, np.int64) for view, where in at.items()}
     valid = {view: np.ones(where.size, np.bool_) for view, where in at.items()}
     for number in range(space.passes()):

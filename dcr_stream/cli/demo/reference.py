@@ -1,7 +1,7 @@
 """The judge: dense loads of the trainer's saved states, in fresh processes, compared with the engines bit for bit.
 
-``python -m dcr_stream.cli.demo.reference JOB.json`` uses the native loader and the model, nothing else of this
-library: no tracker, pending set, payload or placement plan. One process per tensor-parallel rank handles all versions.
+``python -m dcr_stream.cli.demo.reference JOB.json`` knows the model and its own ``load_weights``, and no tracker,
+pending set, payload or placement plan. One process per tensor-parallel rank handles all versions.
 """
 
 from __future__ import annotations

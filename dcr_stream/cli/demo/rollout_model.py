@@ -8,13 +8,15 @@ response depends on the stored bits, the tensor-parallel layout and the request 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from dcr_stream.loaders import reachable_tensors
 
 __all__ = ["ModelConfig", "Reduce", "RolloutModel", "bits", "snapshot"]
 
@@ -355,26 +357,6 @@ def bits(tensor: Tensor) -> Tensor:
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
     """Bits of every tensor reachable from the module by path: parameters, buffers, and tensors in plain attributes.
 
-    Padding is included, and a tensor that is reachable by two paths is listed twice.
+    Padding is included. Shares no memory with the module.
     """
-    found: dict[str, Tensor] = {}
-
-    def visit(path: str, value: object) -> None:
-        if isinstance(value, Tensor):
-            found[path] = bits(value)
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                visit(f"{path}.{key}", item)
-        elif isinstance(value, list | tuple | set | frozenset):
-            for index, item in enumerate(value):
-                visit(f"{path}.{index}", item)
-
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, value in vars(submodule).items():
-            if name in ("_parameters", "_buffers"):
-                for key, tensor in value.items():
-                    visit(prefix + key, tensor)
-            elif name != "_modules":
-                visit(prefix + name, value)
-    return found
+    return {path: bits(tensor) for path, tensor in reachable_tensors(module).items()}
