@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from dcr_stream.cli.demo.processes import warm_up
 from dcr_stream.cli.demo.text import checkpoint_path, load_tokenizer, request_tokens
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
     from dcr_stream.cli.demo.training import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the demonstration's processes: two trainers and two workers share few cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class TrainingRun:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,14 +29,6 @@ def clean_dump(run: TrainingRun, checkpoint: Path, tmp_path_factory: pytest.Temp
     path = tmp_path_factory.mktemp("dump") / "clean.safetensors"
     save_file(snapshot(model), path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """The command sets the number of threads of its process; here that is the tests' own."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def job(run: TrainingRun, dump: Path, output: Path, versions: tuple[int, ...] = (0,)) -> ReferenceJob:

@@ -122,7 +122,7 @@ class Derived(nn.Module):
         super().__init__()
         self.dense = nn.Linear(2, 2)
         self.cache = {"absorbed": [torch.ones(2, dtype=torch.bfloat16)], "epoch": 3}
-        self.alias = self.dense.weight.detach()
+        self.alias = [self.dense.weight.detach()]
         self.register_buffer("scale", torch.tensor(1.0), persistent=False)
 
 
@@ -132,10 +132,10 @@ def test_snapshot_reaches_parameters_buffers_and_tensors_in_plain_attributes() -
         "block.dense.weight",
         "block.dense.bias",
         "block.cache.absorbed.0",
-        "block.alias",
+        "block.alias.0",
         "block.scale",
     }
-    assert torch.equal(found["block.alias"], found["block.dense.weight"])
+    assert torch.equal(found["block.alias.0"], found["block.dense.weight"])
     assert found["block.scale"].dtype == torch.int32
 
 
