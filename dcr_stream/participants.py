@@ -9,6 +9,7 @@ from typing import Literal
 from dcr_stream.attempt import every
 from dcr_stream.canonical import TensorDirectory
 from dcr_stream.capture import total
+from dcr_stream.codec import add_sums
 from dcr_stream.errors import PeerLost, UsageError
 from dcr_stream.leadership import Leadership
 from dcr_stream.messages import CommitRecord, Sum

@@ -119,7 +119,7 @@ class Transition:
     # -- one attempt ------------------------------------------------------------------------------------------------
 
     async def _attempt(self, failures: list[str]) -> RefitReport:
-        await self._all.owners_are_here()
+        await self._owners_are_here()
         kind: StreamKind = "delta"
         if self._lead.version < 0 or any(offer.kind == "dense" for offer in self._offers.values()):
             kind = "dense"
