@@ -19,6 +19,7 @@ class Receiver(Protocol):
 
     def handle(self, call: ReceiverCall) -> ReceiverReply:
         """Carry out one call; blocking."""
+        ...
 
 
 class LocalEngine(Engine):
