@@ -151,6 +151,30 @@ async def test_several_senders_of_one_stage_lose_nothing() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_small_item_never_overtakes_a_large_one_that_waits() -> None:
+    class TwoSenders(Stage[Block, Block]):
+        async def run(self, source: Inlet[Block], sink: Outlet[Block]) -> None:
+            items = [item async for item in source]
+            await sink.send(items[0])
+            async with anyio.create_task_group() as tasks:
+                for item in items[1:]:
+                    tasks.start_soon(sink.send, item)
+                    await wait_all_tasks_blocked()
+                release.set()
+
+    delivered: list[int] = []
+    release = anyio.Event()
+
+    async def deliver(item: Block) -> None:
+        await release.wait()
+        delivered.append(item.nbytes)
+
+    with anyio.fail_after(30):
+        await execute(TwoSenders(), map(Block, [70, 60, 80, 1]), deliver, limits=Limits(nbytes=100))
+    assert delivered == [70, 60, 80, 1]
+
+
+@pytest.mark.anyio
 async def test_a_cancelled_send_is_not_delivered_and_frees_its_place() -> None:
     class GivesUp(Stage[Block, Block]):
         async def run(self, source: Inlet[Block], sink: Outlet[Block]) -> None:

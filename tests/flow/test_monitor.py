@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -42,8 +42,9 @@ class Inline:
     clock: Clock
 
     async def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        for _ in range(10):  # let everything else come to its wait first
+            await anyio.lowlevel.checkpoint()
         self.clock.now += 2.0
-        await anyio.lowlevel.checkpoint()
         return fn(*args, **kwargs)
 
 
@@ -107,6 +108,23 @@ async def test_waiting_on_channels_is_not_work() -> None:
     _, _, busy, waited, _ = log.ended["waits"]
     assert (busy, waited) == (0.0, 6.0)
     assert log.ended["work"][2:4] == (6.0, 0.0)
+
+
+async def test_a_stage_is_busy_while_any_of_its_workers_is() -> None:
+    log = Log()
+
+    def work(item: Block) -> Block:
+        return item
+
+    async def deliver(item: Block) -> None: ...
+
+    async def feed() -> AsyncIterator[Block]:
+        yield Block(1)
+        for _ in range(50):  # the other workers wait for an item while the first one works
+            await anyio.lowlevel.checkpoint()
+
+    await execute(each(work, workers=3), feed(), deliver, runtime=runtime(), monitor=log)
+    assert log.ended["work"][2:4] == (2.0, 0.0)
 
 
 async def test_a_failed_stage_is_reported_as_failed() -> None:
