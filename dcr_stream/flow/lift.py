@@ -40,6 +40,7 @@ def each(fn: Callable[[In], Out], *, workers: int = 1, name: str | None = None) 
 
     ``fn`` runs in worker threads, at most ``workers`` items at a time (those waiting for their turn to be sent
     included). It must be safe to call from several threads when ``workers`` exceeds 1.
+    Type checkers need a function with annotations; they cannot infer a lambda's types from the stages beside it.
 
     Raises:
         UsageError: ``workers`` is less than 1. While running: ``fn`` returned None, which is more often a forgotten
