@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from dcr_stream.cli.demo.training import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class WithoutExtra(pytest.Module):
+    """Stands for a test module that cannot be imported, because the demo extra is not installed."""
+
+    reason: str
+
+    def collect(self) -> NoReturn:
+        pytest.skip(self.reason)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip every module here, with the reason, where the demo extra is missing."""
+    try:
+        checkpoint_path()
+    except UsageError as missing:
+        module = WithoutExtra.from_parent(parent, path=module_path)
+        module.reason = str(missing)
+        return module
+    return None
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -68,12 +88,8 @@ class TrainingRun:
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
     """The packaged checkpoint; workers' imports begin while other tests run."""
-    try:
-        folder = checkpoint_path()
-    except UsageError as missing:
-        pytest.skip(str(missing))
     warm_up()
-    return folder
+    return checkpoint_path()
 
 
 @pytest.fixture(scope="session")
