@@ -14,7 +14,8 @@ from dcr_stream.interfaces import Link, Network
 
 __all__ = ["MemoryNetwork"]
 
-_QUEUE = 256
+_QUEUE_FRAMES = 256
+_QUEUE_BYTES = 64 * 1024 * 1024
 _MAX_BACKLOG = 1024
 
 
@@ -24,7 +25,11 @@ class _Wire:
     def __init__(self, condition: LoopCondition) -> None:
         self.condition = condition
         self.frames: deque[bytes] = deque()
+        self.nbytes = 0
         self.closed = False
+
+    def full(self, frame: bytes) -> bool:
+        return len(self.frames) >= _QUEUE_FRAMES or (self.nbytes > 0 and self.nbytes + len(frame) > _QUEUE_BYTES)
 
     def close(self) -> None:
         with self.condition.lock:
@@ -37,14 +42,16 @@ class _MemoryLink(Link):
         self.peer = peer
         self._incoming = incoming
         self._outgoing = outgoing
+        self._closed = False
 
     async def send(self, frame: bytes) -> None:
         def put() -> bool | None:
             if self._outgoing.closed:
                 raise self._lost()
-            if len(self._outgoing.frames) >= _QUEUE:
+            if self._outgoing.full(frame):
                 return None
             self._outgoing.frames.append(bytes(frame))
+            self._outgoing.nbytes += len(frame)
             return True
 
         await self._outgoing.condition.until(put)
@@ -52,9 +59,11 @@ class _MemoryLink(Link):
 
     async def receive(self) -> bytes:
         def take() -> bytes | None:
-            # What was sent before the peer closed still arrives; what comes after our own close does not.
-            if self._incoming.frames and not self._outgoing.closed:
-                return self._incoming.frames.popleft()
+            # What the peer sent before it closed still arrives.
+            if self._incoming.frames and not self._closed:
+                taken = self._incoming.frames.popleft()
+                self._incoming.nbytes -= len(taken)
+                return taken
             if self._incoming.closed:
                 raise self._lost()
             return None
@@ -64,6 +73,7 @@ class _MemoryLink(Link):
         return frame
 
     async def aclose(self) -> None:
+        self._closed = True
         self._outgoing.close()
         self._incoming.close()
 

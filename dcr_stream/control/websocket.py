@@ -293,7 +293,8 @@ class _BoundedServer(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) - self._door.members > MAX_STRANGERS:
-            transport.abort()
+            # Not at once: aiohttp starts this connection's task first, and that must find its server.
+            asyncio.get_running_loop().call_soon(transport.abort)
 
 
 def _unhex(text: str | None, size: int) -> bytes | None:
