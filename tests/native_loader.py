@@ -134,7 +134,7 @@ class _Layer(nn.Module):
             self.down_proj.copy_(tensor.narrow(1, self.rank * self.ffn, self.ffn))
         elif name == "experts.gate_up_proj":
             # (experts, 2 * ffn, hidden): gate rows, then up rows, each cut for this rank
-            for half, part in zip(self.w13.split(self.ffn, 1), tensor.chunk(2, 1), strict=True):
+            for half, part in zip(self.w13.chunk(2, 1), tensor.chunk(2, 1), strict=True):
                 half.copy_(part.narrow(1, self.rank * self.ffn, self.ffn))
         elif parts[0] == "experts":
             self.w2[int(parts[1])].copy_(tensor.narrow(1, self.rank * self.ffn, self.ffn))

@@ -57,7 +57,7 @@ class Prover:
         reach storage in a dense load.
         """
         failed: dict[int, list[tuple[int, Indices]]] = {}
-        todo = list(PROOFS)
+        todo: list[str] = list(PROOFS)
         while todo:
             kind = todo.pop(0)
             contents = Patterns(self._space, kind, self._seed)

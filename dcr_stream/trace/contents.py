@@ -94,7 +94,7 @@ class IdSpace:
         numel = np.array([self.directory[t].numel for t in self._tensors[width]], np.int64)
         slot = np.searchsorted(starts, ids, side="right") - 1
         flat = ids - starts[slot]
-        return np.where((slot >= 0) & (flat < numel[slot]), tensors[slot], -1), flat
+        return np.where((slot >= 0) & (ids >= 0) & (flat < numel[slot]), tensors[slot], -1), flat
 
 
 def payload_bits(width: int) -> int:
@@ -154,7 +154,8 @@ class Patterns(Contents):
         dtype = word_dtype(spec.width)
         table = _table(spec.dtype, self._kind)
         if table is not None:
-            return table[rng.integers(0, table.size, spec.numel, np.uint8)]
+            chosen: Words = table[rng.integers(0, table.size, spec.numel, np.uint8)]
+            return chosen
         raw: Words = np.frombuffer(rng.bytes(spec.nbytes), dtype).copy()
         if self._kind == "random":
             return raw

@@ -86,9 +86,9 @@ class PlacementPlan(msgspec.Struct, frozen=True, dict=True):
     """Where one rank holds every canonical element, as found and proved by :func:`dcr_stream.trace.trace`.
 
     ``classes`` and ``widths`` (bytes per element) are in directory order. ``aliased`` lists tensors that share
-    storage with another name. ``constant_ranges`` counts the storage ranges that the native loader fills by itself (padding); no canonical
-    element lives there and no delta writes them. ``mapped_bytes`` of the ``total_bytes`` that the loader fills from
-    canonical tensors are placed by boxes. The plan dies with the process that owns the storage.
+    storage with another name. ``constant_ranges`` counts the storage ranges that the native loader fills by itself
+    (padding): no canonical element lives there and no delta writes them. ``mapped_bytes`` of the ``total_bytes`` that
+    the loader fills from canonical tensors are placed by boxes. The plan dies with the process that owns the storage.
     """
 
     directory: str

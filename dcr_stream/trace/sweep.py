@@ -135,15 +135,16 @@ def sweep(
 
 
 def _find_rest(seen: Seen, words: Words, low: Snapshot, before: Words) -> None:
-    """Set apart what did not flip from the first pass of ids to its complement."""
-    mask = words.dtype.type((1 << payload_bits(seen.width)) - 1)
+    """Set apart what holds no id in the first pass, or did not flip from it to its complement."""
+    bits = payload_bits(seen.width)
+    mask = words.dtype.type((1 << bits) - 1)
     rest: list[Indices] = []
     written: list[NDArray[np.bool_]] = []
     varied: list[NDArray[np.bool_]] = []
     for lo in range(0, words.size, _BLOCK):
         now = words[lo : lo + _BLOCK]
         was = low.read(lo, lo + now.size)
-        other = (now ^ was) != mask
+        other = ((now ^ was) != mask) | (was >> words.dtype.type(bits) != 1)
         if seen.view.covered is not None:
             covered = seen.view.covered[lo : lo + now.size]
             other &= covered
@@ -171,9 +172,12 @@ def _join(seen: Seen, passes: list[Snapshot]) -> None:
             carries &= seen.view.covered[lo : lo + carries.size]
         at = np.flatnonzero(carries)
         total = np.zeros(at.size, np.int64)
+        odd = np.zeros(at.size, np.bool_)
         for number, part in enumerate(words):
-            mask = part.dtype.type((1 << bits) - 1)
-            total |= (part[at] & mask).astype(np.int64) << min(bits * number, 62)
+            held = part[at]
+            odd |= held >> part.dtype.type(bits) != 1
+            total |= (held & part.dtype.type((1 << bits) - 1)).astype(np.int64) << min(bits * number, 62)
+        total[odd] = -2
         starts, counts = runs_of(at, total)
         place.append(at[starts] + lo)
         ids.append(total[starts])
