@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -71,6 +71,7 @@ class Owner:
 
     def __init__(self, role: OwnerRole, source: Source, portal: BlockingPortal, stack: ExitStack, address: str) -> None:
         self._role, self._source, self._portal, self._stack = role, source, portal, stack
+        self._closed = False
         self._serving: Future[None] = portal.start_task_soon(role.serve, address)
 
     @classmethod
@@ -177,9 +178,12 @@ class Owner:
         return self.last
 
     def close(self) -> None:
-        """Leave the run and end the background thread. Idempotent."""
+        """Leave the run and end the background thread. Idempotent; ends a ``refit`` that waits in another thread."""
         self._serving.cancel()
-        self._stack.close()
+        if not self._closed:
+            self._closed = True
+            self._portal.start_task_soon(self._portal.stop, True)
+            self._stack.close()
 
     def __enter__(self) -> Owner:
         return self
@@ -189,18 +193,23 @@ class Owner:
 
     def _call(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Call into the background loop; an owner that the coordinator refused raises that refusal."""
-        if self._serving.done() and not self._serving.cancelled():
-            error = self._serving.exception()
-            raise error if error is not None else ControlError(f"owner {self.name!r} has stopped")
+        self._check_serving()
         waiting: Future[T] = self._portal.start_task_soon(fn, *args)
         while True:
             try:
                 return waiting.result(timeout=0.2)
+            except CancelledError:
+                raise ControlError(f"owner {self.name!r} was closed") from None
             except TimeoutError:
-                if self._serving.done() and not self._serving.cancelled() and not waiting.done():
-                    waiting.cancel()
-                    error = self._serving.exception()
-                    raise error if error is not None else ControlError(f"owner {self.name!r} has stopped") from None
+                if not waiting.done():
+                    self._check_serving()
+
+    def _check_serving(self) -> None:
+        if self._closed or self._serving.cancelled():
+            raise ControlError(f"owner {self.name!r} was closed; connect again")
+        if self._serving.done():
+            error = self._serving.exception()
+            raise error if error is not None else ControlError(f"owner {self.name!r} has stopped; connect again")
 
 
 def _sync(fn: Callable[[], None]) -> Callable[[], Awaitable[None]]:
