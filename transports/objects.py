@@ -222,7 +222,7 @@ class Objects:
             return True, TransportUnavailable(
                 f"{what} in {self.where} is not permitted ({text}); change the permissions of the store"
             )
-        if number in (errno.ENOSPC, errno.EDQUOT):
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True, TransportUnavailable(
                 f"{what} in {self.where}: no space is left ({text}); free some, then refit again"
             )

@@ -59,11 +59,13 @@ async def test_a_request_kept_across_a_swap_carries_both_versions() -> None:
 async def test_a_ticket_of_a_failed_request_is_given_back() -> None:
     gate = RequestGate()
     gate.open(7)
+    tickets: list[Ticket] = []
     with pytest.raises(ZeroDivisionError):
         async with gate.admit(1) as ticket:
+            tickets.append(ticket)
             raise ZeroDivisionError
     assert gate.running == 0
-    assert ticket.version_end == 7
+    assert tickets[0].version_end == 7
 
 
 async def test_waiting_requests_are_let_in_when_the_gate_opens_and_see_its_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,6 +195,47 @@ async def test_a_full_disk_is_a_typed_error_at_once() -> None:
     with pytest.raises(TransportUnavailable, match=r"writing .*rank0-000000 in memory: no space is left"):
         await send(ObjectStoreTransport(objects), make_payload(ATTEMPT, "rank0", 0))
     assert objects.calls == 1
+
+
+FILL_A_DISK = """
+import sys, anyio
+from dcr_stream.errors import TransportUnavailable
+from dcr_stream.messages import Attempt
+from dcr_stream.testing.transport import announce, make_payload
+from dcr_stream.transports import open_transport
+
+async def main():
+    attempt = Attempt("run", 1, 1, 1)
+    transport = open_transport("file://" + sys.argv[1])
+    small, large = make_payload(attempt, "rank0", 0, 1000), make_payload(attempt, "rank0", 1, 1_000_000)
+    async with transport.open_sink(attempt, "rank0") as sink, transport.open_source(attempt, "node0") as source:
+        await sink.send(small)
+        try:
+            await sink.send(large)
+        except TransportUnavailable as error:
+            assert "no space is left" in str(error) and sys.argv[1] in str(error), error
+            assert await source.fetch(announce(small)) == small.body
+            await transport.discard(attempt)
+            print("refused")
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.processes
+async def test_a_really_full_disk_is_refused_and_what_was_sent_stays(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$1"'
+    own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        able = await anyio.run_process([*own_mounts, 'mount -t tmpfs none "$1"', "sh", str(tmp_path)], check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if able.returncode != 0:
+        pytest.skip("this system allows no private mounts")
+    command = [*own_mounts, mount, "sh", str(tmp_path), sys.executable, FILL_A_DISK]
+    with anyio.fail_after(60):
+        run = await anyio.run_process(command, check=False)
+    assert run.stdout == b"refused\n", run.stderr.decode()
 
 
 async def test_a_passing_fault_of_the_store_is_retried() -> None:
