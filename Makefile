@@ -18,9 +18,10 @@ CONSTRAINTS := $(VENV)/constraints.txt
 READY := $(VENV)/.ready
 READY_DOCS := $(VENV)/.ready-docs
 
-# The checker's wrapper would otherwise ask a registry for a newer release on every run.
+# No tool asks a registry for newer releases of itself, or advertises other tools.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 
 # One line per package instead of pip's full account; errors go to stderr in full.
 pip = $(BIN)/python -m pip install --progress-bar off $(1) \
