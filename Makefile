@@ -4,7 +4,6 @@
 # file changes. Progress goes to the terminal; nothing outside the repository is written.
 
 SHELL := bash
-.SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -24,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
 # One line per package instead of pip's full account; errors go to stderr in full.
-pip = $(BIN)/python -m pip install --progress-bar off $(1) \
+pip = set -o pipefail; $(BIN)/python -m pip install --progress-bar off $(1) \
 	| { grep --line-buffered -E '^(Processing|Collecting|Successfully)' || true; }
 
 .PHONY: help
@@ -67,7 +66,7 @@ bench: $(READY) ## every benchmark (ARGS=--quick: the same figures in less time)
 	@for file in bench/[a-z]*.py; do \
 		name=$$(basename $$file .py); \
 		echo "== bench.$$name"; \
-		$(BIN)/python -m bench.$$name $(ARGS); \
+		$(BIN)/python -m bench.$$name $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean
