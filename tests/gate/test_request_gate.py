@@ -60,10 +60,14 @@ async def test_a_ticket_of_a_failed_request_is_given_back() -> None:
     gate = RequestGate()
     gate.open(7)
     tickets: list[Ticket] = []
-    with pytest.raises(ZeroDivisionError):
+
+    async def fail() -> None:
         async with gate.admit(1) as ticket:
             tickets.append(ticket)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
     assert gate.running == 0
     assert tickets[0].version_end == 7
 
