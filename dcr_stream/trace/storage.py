@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dcr_stream.canonical import WIDTHS, Words, word_dtype
+from dcr_stream.canonical import Words, word_dtype
 from dcr_stream.errors import LayoutChanged, PlacementError
 from dcr_stream.interfaces import Loader
 from dcr_stream.trace.plan import Layout, StorageRange, TensorIdentity
@@ -22,12 +22,13 @@ __all__ = ["StorageMap", "StorageView"]
 class StorageView:
     """All parameters and buffers of one dtype over one storage.
 
-    ``covered`` marks the elements (of the dtype's width, from the storage's first byte) that belong to one of
+    ``covered`` marks the elements (of the dtype's ``width``, from the storage's first byte) that belong to one of
     ``names``; None means all of them.
     """
 
     storage: int
     dtype: str
+    width: int
     names: tuple[str, ...]
     covered: NDArray[np.bool_] | None
 
@@ -39,8 +40,8 @@ class StorageMap:
     names. The map keeps the storages alive: an address cannot be reused by another tensor while the map exists.
 
     Raises:
-        PlacementError: a tensor is not plain memory of this host (meta, sparse, another device), its dtype cannot be
-            refit, or two storages overlap.
+        PlacementError: a tensor is not plain memory of this host (meta, sparse, another device), its elements
+            have more than 8 bytes, or two storages overlap.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -69,13 +70,14 @@ class StorageMap:
     @staticmethod
     def _require_plain(name: str, tensor: torch.Tensor) -> None:
         if (
-            tensor.device.type != "cpu"
+            tensor.element_size() > 8
+            or tensor.device.type != "cpu"
             or tensor.layout is not torch.strided
             or tensor.untyped_storage().data_ptr() == 0
         ):
             raise PlacementError(
-                f"storage of {name!r} is not plain host memory (device {tensor.device}, layout {tensor.layout}); "
-                "materialise the model on the CPU before tracing it"
+                f"storage of {name!r} is not plain host memory of elements up to 8 bytes (device {tensor.device}, layout "
+                f"{tensor.layout}, dtype {tensor.dtype}); materialise the model on the CPU before tracing it"
             )
 
     def _refuse_overlap(self) -> None:
@@ -143,15 +145,15 @@ class StorageMap:
 
     def views(self, ignore: frozenset[str] = frozenset()) -> list[StorageView]:
         """Storage grouped by dtype, without the names in ``ignore``."""
-        groups: dict[tuple[int, str], list[str]] = {}
+        groups: dict[tuple[int, str, int], list[str]] = {}
         for name, tensor in self._tensors.items():
             if tensor.numel() and name not in ignore:
                 number = self._number[tensor.untyped_storage().data_ptr()]
-                groups.setdefault((number, _dtype_name(tensor)), []).append(name)
-        return [StorageView(s, d, tuple(n), self._coverage(s, d, n)) for (s, d), n in groups.items()]
+                groups.setdefault((number, _dtype_name(tensor), tensor.element_size()), []).append(name)
+        return [StorageView(s, d, w, tuple(n), self._coverage(s, w, n)) for (s, d, w), n in groups.items()]
 
-    def _coverage(self, storage: int, dtype: str, names: list[str]) -> NDArray[np.bool_] | None:
-        count = self._bytes[storage].size // WIDTHS[dtype]
+    def _coverage(self, storage: int, width: int, names: list[str]) -> NDArray[np.bool_] | None:
+        count = self._bytes[storage].size // width
         if any(self._tensors[n].is_contiguous() and self._tensors[n].numel() == count for n in names):
             return None
         covered = np.zeros(count, np.bool_)
@@ -162,10 +164,8 @@ class StorageMap:
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in WIDTHS:
-        raise PlacementError(f"storage dtype {name!r} cannot be refit; supported: {', '.join(sorted(WIDTHS))}")
-    return name
+    # Storage may have dtypes that no canonical tensor can have (packed sub-byte ones): they are never mapped.
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _describe(tensor: TensorIdentity) -> str:

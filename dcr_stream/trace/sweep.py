@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_stream.canonical import WIDTHS, Indices, Region, Words
+from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.trace.boxes import compress, strided
 from dcr_stream.trace.contents import Contents, Ids, IdSpace, payload_bits
 from dcr_stream.trace.passes import LoadRunner
@@ -112,7 +112,7 @@ def sweep(
     Raises:
         LoadFailed, LayoutChanged: see :meth:`LoadRunner.load`.
     """
-    seen = [Seen(view, WIDTHS[view.dtype]) for view in views]
+    seen = [Seen(view, view.width) for view in views]
     initial = [storage.words(s.view.storage, s.width).copy() for s in seen]
     space = runner.settle()
     low = [[Snapshot(storage.words(s.view.storage, s.width))] for s in seen]
@@ -176,7 +176,7 @@ def _join(seen: Seen, passes: list[Snapshot]) -> None:
         for number, part in enumerate(words):
             held = part[at]
             odd |= held >> part.dtype.type(bits) != 1
-            total |= (held & part.dtype.type((1 << bits) - 1)).astype(np.int64) << min(bits * number, 62)
+            total |= (held & part.dtype.type((1 << bits) - 1)).astype(np.int64) << (bits * number)
         total[odd] = -2
         starts, counts = runs_of(at, total)
         place.append(at[starts] + lo)
@@ -278,7 +278,7 @@ def ids_at(
             bits = payload_bits(width)
             valid[view] &= words >> np.uint64(bits) == 1
             low = (words & np.uint64((1 << bits) - 1)).astype(np.int64)
-            ids[view] |= low << min(bits * number, 62)
+            ids[view] |= low << (bits * number)
     for view in at:
         tensor, _ = space.locate(seen[view].width, ids[view])
         dtypes = np.array([spec.dtype == seen[view].view.dtype for spec in space.directory] + [False])

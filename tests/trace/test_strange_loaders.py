@@ -478,3 +478,14 @@ def check_refits(
         for name, parameter in model.named_parameters():
             assert held[name].tobytes() == words(parameter).tobytes(), (name, mode)
         weights = new
+
+
+def test_a_packed_dtype_that_no_tensor_can_have_goes_whole() -> None:
+    def pack(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.view(torch.uint8).copy_(tensor.view(torch.uint8)[..., ::2])
+
+    model = Model(pack, dtype=torch.uint8)
+    model.odd = nn.Parameter(model.odd.detach().view(torch.float4_e2m1fn_x2), requires_grad=False)
+    plan, directory = traced(model, checkpoint())
+    assert classes(plan, directory) == {"plain": "mapped", "odd": "whole"}
+    assert not refusals(plan)
