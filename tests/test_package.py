@@ -12,7 +12,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -106,13 +106,7 @@ def test_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)["project"]
-    requirements = [
-        *project["dependencies"],
-        *(r for extra in project["optional-dependencies"].values() for r in extra),
-    ]
-    declared = {_canonical(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in requirements}
+    declared = {name for group in _requirements().values() for name in group}
     providers = packages_distributions()
     missing = set()
     for path in map(Path, _package_files(ROOT)):
@@ -123,6 +117,23 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
                 if not {_canonical(provider) for provider in providers.get(name, [name])} & allowed:
                     missing.add(f"{path} imports {name}")
     assert not missing, "\n".join(["", *sorted(missing)])
+
+
+@pytest.mark.skipif(os.environ.get("DCR_REQUIRE_FRAMEWORKS") != "1", reason="DCR_REQUIRE_FRAMEWORKS=1 insists on all")
+def test_no_test_is_skipped_for_want_of_an_extra() -> None:
+    installed = {_canonical(distribution.name) for distribution in distributions()}
+    assert sorted({*_requirements()["demo"]} - installed) == []
+
+
+def _requirements() -> dict[str, list[str]]:
+    """Names of the distributions that the project needs (key ``""``) and of those of each extra."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {
+        key: [_canonical(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in group]
+        for key, group in groups.items()
+    }
 
 
 def _canonical(name: str) -> str:
