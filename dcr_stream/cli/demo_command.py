@@ -21,6 +21,8 @@ def run_demo_command(
     """Run the demonstration; returns the exit status: 0 if everything is exact, 1 if any bit or answer is not."""
     options = DemoOptions(steps=steps, mode=mode, transport=transport, kill=kill, in_process=in_process, keep=keep)
     console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=170)
     found: list[DemoResult] = []
 
     async def main() -> None:

@@ -7,7 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -27,11 +27,15 @@ app = typer.Typer(
 )
 
 
-class ModeName(str, Enum):
+class ModeName(StrEnum):
     """When gates close."""
 
     sync = "sync"
     asynchronous = "async"
+
+
+Mode = Annotated[ModeName, typer.Option(help="sync: gates close first. async: once the delta is staged.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output; its last line is one JSON object.")]
 
 
 def _version(show: bool) -> None:
@@ -56,13 +60,9 @@ def demo(
         ModeName, typer.Option(help="sync: gates close first. async: once the delta is staged.")
     ] = ModeName.asynchronous,
     transport: Annotated[Optional[str], typer.Option(help="file:///DIR; the default is a temporary folder.")] = None,  # noqa: UP045
-    kill: Annotated[
-        bool, typer.Option("--kill", help="Kill a receiver while it applies; it is repaired and rejoins.")
-    ] = False,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="All roles as plain objects in this process.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of the output: one JSON object.")] = False,
+    kill: Annotated[bool, typer.Option("--kill", help="Kill a receiver while it applies; it rejoins.")] = False,
+    in_process: Annotated[bool, typer.Option("--in-process", help="All roles as objects in this process.")] = False,
+    as_json: Json = False,
     keep: Annotated[Optional[Path], typer.Option(help="Copy states, dumps and the reference report here.")] = None,  # noqa: UP045
 ) -> None:
     """Refit a real model from training processes to rollout processes that keep serving, and prove every bit.
@@ -99,7 +99,7 @@ def coordinator(
     mode: Annotated[
         ModeName, typer.Option(help="sync: gates close first. async: once the delta is staged.")
     ] = ModeName.asynchronous,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per refit.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a coordinator on its own, until interrupted.
 

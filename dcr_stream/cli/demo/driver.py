@@ -61,9 +61,7 @@ class DemoOptions:
         if not 1 <= self.steps <= 1000:
             raise UsageError(f"--steps {self.steps}: give a number from 1 to 1000")
         if self.kill and self.in_process:
-            raise UsageError(
-                "--kill kills a process of its own and cannot be combined with --in-process; leave one out"
-            )
+            raise UsageError("--kill ends a process, and with --in-process there is none to end; leave one out")
 
 
 @dataclass
@@ -122,11 +120,13 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         await transport.aclose()
         requests = request_tokens(await anyio.to_thread.run_sync(load_tokenizer))
         run = _Run(options, folder, progress, requests)
-        async with _coordinator(options, url, folder, secret, network) as coordinator:
-            async with _world(run, coordinator, secret, network) as world:
-                await _drive(run, coordinator, world)
-                pauses, repaired, killed = await _reports(world)
-                ended = dict(world.ended)
+        async with (
+            _coordinator(options, url, folder, secret, network) as coordinator,
+            _world(run, coordinator, secret, network) as world,
+        ):
+            await _drive(run, coordinator, world)
+            pauses, repaired, killed = await _reports(world)
+        ended = world.ended
         reference = await _reference(run)
         result = await anyio.to_thread.run_sync(_judge, run, reference, pauses)
         result.killed, result.repaired = killed, repaired
@@ -301,10 +301,10 @@ def _judge(run: _Run, reference: ReferenceReport, pauses: dict[str, dict[int, fl
     problems: list[str] = []
     if wrong or len(complete) != len(states):
         problems.append(
-            f"{len(reference.mismatches)} tensors differ from a dense refit; {len(complete)} versions compared"
+            f"{len(reference.mismatches)} tensors differ from a dense refit ({len(complete)} versions compared)"
         )
     if responses.mixed:
-        problems.append(f"{responses.mixed} responses match neither the version they started nor the one they ended on")
+        problems.append(f"{responses.mixed} responses match neither the version they started on nor their last")
     if set(responses.by_host) != set(LAYOUTS):
         problems.append("not every engine answered requests")
     if reference.indistinct:

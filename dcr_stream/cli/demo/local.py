@@ -23,6 +23,7 @@ from dcr_stream.cli.demo.training import Trainer
 from dcr_stream.cli.demo.watch import Stopwatch
 from dcr_stream.cli.demo.world import LAYOUTS, RUN, TRAINERS, World
 from dcr_stream.errors import DcrError, GateClosed, TransitionFailed
+from dcr_stream.flow import task_group
 from dcr_stream.front import Coordinator, Node, Owner
 from dcr_stream.gate import LocalEngine
 from dcr_stream.interfaces import Network, Transport
@@ -113,7 +114,7 @@ class LocalWorld(World):
                         transport=transport,
                     )
                 )
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 stop = threading.Event()
                 token = anyio.lowlevel.current_token()
 

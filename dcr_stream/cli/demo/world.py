@@ -21,6 +21,7 @@ from dcr_stream.cli.demo.host import Answer, Ask, HostReport, HostSettings, serv
 from dcr_stream.cli.demo.processes import process_context
 from dcr_stream.cli.demo.trainers import StepDone, TrainerSettings, TrainingEnded, train
 from dcr_stream.errors import DcrError, PeerLost, TransitionFailed
+from dcr_stream.flow import task_group
 from dcr_stream.front import Coordinator
 
 __all__ = ["LAYOUTS", "RUN", "ProcessWorld", "World"]
@@ -106,7 +107,7 @@ class ProcessWorld(World):
                 if isinstance(port, str):
                     raise DcrError(f"rollout host {name} did not start: {port}")
                 world.ports[name] = port
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 for rank, child in enumerate(trainers):
                     tasks.start_soon(world._listen, rank, child, on_step)
                 yield world
