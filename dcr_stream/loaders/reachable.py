@@ -20,16 +20,18 @@ _MAX_DEPTH = 16
 def reachable_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor reachable from a module, by path: parameters, buffers, and attributes of any kind.
 
-    Follows submodules, mappings, sequences, sets and attributes of plain objects; not functions and closures. A tensor
-    that several paths reach is listed under the first, but parameters and buffers under each of their names.
+    Follows submodules, mappings, sequences, sets and attributes of plain objects and of tensors; not functions and
+    closures. A tensor that several paths reach is listed under the first, but parameters and buffers under each of
+    their names.
     """
     found = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    seen = {id(t) for t in found.values()}
-    for path, tensor in _walk(module, "", seen, 0):
-        found.setdefault(path, tensor)
+    registered = {id(tensor) for tensor in found.values()}
+    for path, tensor in _walk(module, "", set(), 0):
+        if id(tensor) not in registered:
+            found[path] = tensor
     return found
 
 
@@ -39,7 +41,6 @@ def _walk(value: object, path: str, seen: set[int], depth: int) -> Iterator[tupl
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield path, value
-        return
     for name, child in _children(value):
         yield from _walk(child, f"{path}.{name}" if path else name, seen, depth + 1)
 

@@ -17,6 +17,8 @@ from dcr_stream.trace.sweep import Placed, Seen, mismatches
 
 __all__ = ["Classified", "Prover"]
 
+_MOST_NAMED = 16
+
 
 @dataclass(slots=True)
 class Classified:
@@ -143,7 +145,7 @@ class Prover:
             if mixed[inside].any():
                 guilty = self._touching(view, at[inside & mixed])
                 result.refused |= guilty
-                names = ", ".join(repr(self._directory[t].name) for t in sorted(guilty)) or "several tensors"
+                names = self._names(sorted(guilty)) or "several tensors"
                 text = (
                     f"the loader computes storage {name!r} from {names} together with other tensors or with what was "
                     "there before; send canonical tensors that land in storage as they are (quantised ones with "
@@ -226,4 +228,5 @@ class Prover:
         result.refused |= tensors
 
     def _names(self, tensors: Sequence[int]) -> str:
-        return ", ".join(repr(self._directory[t].name) for t in tensors)
+        more = f" and {len(tensors) - _MOST_NAMED} more" if len(tensors) > _MOST_NAMED else ""
+        return ", ".join(repr(self._directory[t].name) for t in tensors[:_MOST_NAMED]) + more

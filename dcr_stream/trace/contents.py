@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from dcr_stream.canonical import Indices, TensorDirectory, Words, word_dtype
@@ -59,18 +61,20 @@ class IdSpace:
     def __init__(self, directory: TensorDirectory, equal: Mapping[int, int] | None = None) -> None:
         self.directory = directory
         self._equal = equal or {}
-        self._starts: dict[int, list[int]] = {}
-        self._tensors: dict[int, list[int]] = {}
         self._base: dict[int, int] = {}
         next_id: dict[int, int] = {}
+        tensors: dict[int, list[int]] = {}
         for tensor, spec in enumerate(directory):
             if tensor in self._equal:
                 continue
             start = next_id.get(spec.width, 0)
             self._base[tensor] = start
-            self._starts.setdefault(spec.width, []).append(start)
-            self._tensors.setdefault(spec.width, []).append(tensor)
+            tensors.setdefault(spec.width, []).append(tensor)
             next_id[spec.width] = start + spec.numel + 1
+        self._tensors = {w: np.array(t, np.int64) for w, t in tensors.items()}
+        self._starts = {w: np.array([self._base[i] for i in t], np.int64) for w, t in tensors.items()}
+        self._numel = {w: np.array([directory[i].numel for i in t], np.int64) for w, t in tensors.items()}
+        self._dtypes = np.array([spec.dtype for spec in directory] + [""])
         self._passes = {w: max(1, -(-max(n - 1, 1).bit_length() // payload_bits(w))) for w, n in next_id.items()}
 
     def representative(self, tensor: int) -> int:
@@ -89,12 +93,15 @@ class IdSpace:
         """Tensor index and flat index of ids of one width; tensor -1 where an id belongs to no element."""
         if width not in self._starts:
             return np.full(ids.shape, -1, np.int64), ids
-        starts = np.array(self._starts[width], np.int64)
-        tensors = np.array(self._tensors[width], np.int64)
-        numel = np.array([self.directory[t].numel for t in self._tensors[width]], np.int64)
+        starts, tensors, numel = self._starts[width], self._tensors[width], self._numel[width]
         slot = np.searchsorted(starts, ids, side="right") - 1
         flat = ids - starts[slot]
         return np.where((slot >= 0) & (ids >= 0) & (flat < numel[slot]), tensors[slot], -1), flat
+
+    def of_dtype(self, tensors: Indices, dtype: str) -> NDArray[np.bool_]:
+        """Which tensor indices are of a dtype that carries ids; -1 is of none."""
+        same: NDArray[np.bool_] = (self._dtypes == dtype)[tensors]
+        return same if dtype != "bool" else np.zeros_like(same)
 
 
 def payload_bits(width: int) -> int:
@@ -186,6 +193,7 @@ def _both(dtype: str, word: int) -> int:
     return word << 32 | word if dtype == "complex64" else word
 
 
+@lru_cache(maxsize=256)
 def _table(dtype: str, kind: str) -> Words | None:
     """Words of a special kind; None where the kind has no table (then ordinary numbers take its place)."""
     if kind in ("random", "ordinary"):

@@ -104,7 +104,15 @@ def _traced(
     for tensor, boxes in aliases.hidden.items():
         placed.setdefault(tensor, []).extend(boxes)
     for follower, lead in runner.equal.items():
-        # Which of two names with the same ids wrote an element cannot be seen, and need not be: their bits are equal.
+        # Which of two names with the same ids wrote an element cannot be seen, and need not be as long as there is
+        # one element for both: then their bits are equal whoever writes them.
+        if _held_twice(placed.get(lead, [])):
+            name, other = directory[follower].name, directory[lead].name
+            text = (
+                f"the loader takes {name!r} only with the bits of {other!r}, but keeps them apart; publish one of them"
+            )
+            findings.append(Finding("refuse", name, text))
+            refused |= {follower, lead}
         if lead in placed:
             placed[follower] = placed[lead]
             aliased |= {lead, follower}
@@ -115,6 +123,8 @@ def _traced(
     findings += whole_tensors(whole, directory, limit)
     mapped = {t: boxes for t, boxes in sorted(placed.items()) if t not in whole and t not in refused}
     mapped_bytes = _mapped_bytes(mapped, seen, aliased)
+    # Placed parts of tensors that go whole for another part; whole parts were counted as computed.
+    dropped = {t: boxes for t, boxes in placed.items() if t not in mapped and t not in failed}
     return PlacementPlan(
         directory=directory.digest,
         boxes=tuple(Box(t, b.region, seen[b.view].view.storage, b.place) for t, boxes in mapped.items() for b in boxes),
@@ -124,9 +134,16 @@ def _traced(
         identity=storage.identity(),
         constant_ranges=sum(_ranges(s) for s in seen),
         mapped_bytes=mapped_bytes,
-        total_bytes=mapped_bytes + classified.computed_bytes,
+        total_bytes=mapped_bytes + classified.computed_bytes + _mapped_bytes(dropped, seen, aliased),
         findings=tuple(findings),
     )
+
+
+def _held_twice(boxes: list[Placed]) -> bool:
+    if not boxes:
+        return False
+    flat = np.concatenate([box.region.all_flat() for box in boxes])
+    return np.unique(flat).size < flat.size
 
 
 def _copies(box: Placed) -> int:

@@ -76,8 +76,8 @@ class StorageMap:
             or tensor.untyped_storage().data_ptr() == 0
         ):
             raise PlacementError(
-                f"storage of {name!r} is not plain host memory of elements up to 8 bytes (device {tensor.device}, layout "
-                f"{tensor.layout}, dtype {tensor.dtype}); materialise the model on the CPU before tracing it"
+                f"storage of {name!r} is not plain host memory of elements up to 8 bytes (device {tensor.device}, "
+                f"layout {tensor.layout}, dtype {tensor.dtype}); materialise the model on the CPU before tracing it"
             )
 
     def _refuse_overlap(self) -> None:

@@ -215,8 +215,7 @@ def _place(number: int, seen: Seen, space: IdSpace, words: Words, placed: dict[i
     """Compress the runs of a view into boxes per tensor; runs that are no ids of such a tensor join the rest."""
     tensor, flat = space.locate(seen.width, seen.ids)
     last, _ = space.locate(seen.width, seen.ids + seen.count - 1)
-    fits = np.array([spec.dtype == seen.view.dtype and spec.dtype != "bool" for spec in space.directory] + [False])
-    good = (tensor == last) & fits[tensor]
+    good = (tensor == last) & space.of_dtype(tensor, seen.view.dtype)
     if not good.all():
         stray = elements(seen.place[~good], seen.count[~good])
         order = np.argsort(np.concatenate([seen.rest, stray]), kind="stable")
@@ -281,6 +280,5 @@ def ids_at(
             ids[view] |= low << (bits * number)
     for view in at:
         tensor, _ = space.locate(seen[view].width, ids[view])
-        dtypes = np.array([spec.dtype == seen[view].view.dtype for spec in space.directory] + [False])
-        ids[view][~(valid[view] & dtypes[tensor])] = -1
+        ids[view][~(valid[view] & space.of_dtype(tensor, seen[view].view.dtype))] = -1
     return ids

@@ -208,9 +208,10 @@ def test_every_attribute_that_holds_a_tensor_is_reached() -> None:
     module.child.tied = module.child.weight
     module.method = Method()  # type: ignore[assignment]
     module.holder = Holder()  # type: ignore[assignment]
+    module.child.bias.scale = torch.zeros(1)  # type: ignore[attr-defined]
     module.buffer_list = [torch.zeros(2)]  # type: ignore[assignment]
     assert set(reachable_tensors(module)) == {
-        "child.weight", "child.bias", "child.tied", "method.scales.k.0", "method.scales.k.1.0", "holder.hidden",
+        "child.weight", "child.bias", "child.tied", "child.bias.scale", "method.scales.k.0", "method.scales.k.1.0", "holder.hidden",
         "buffer_list.0",
     }  # fmt: skip
 

@@ -489,3 +489,70 @@ def test_a_packed_dtype_that_no_tensor_can_have_goes_whole() -> None:
     plan, directory = traced(model, checkpoint())
     assert classes(plan, directory) == {"plain": "mapped", "odd": "whole"}
     assert not refusals(plan)
+
+
+def test_a_tensor_that_is_copied_in_part_and_computed_in_part_goes_whole() -> None:
+    def half(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter[:3].copy_(tensor[:3])
+        parameter[3:].copy_(-tensor[3:])
+
+    plan, directory = traced(Model(half), checkpoint())
+    assert classes(plan, directory) == {"plain": "mapped", "odd": "whole"}
+    assert {directory[b.tensor].name for b in plan.boxes} == {"plain"}
+    assert (plan.mapped_bytes, plan.total_bytes) == (64, 64 + 96)
+
+
+def test_a_loader_that_depends_on_the_order_of_names_is_refused() -> None:
+    class Ordered(Model):
+        def load_weights(self, weights: Weights) -> None:
+            last = ""
+            for name, tensor in weights:
+                if name < last:
+                    raise RuntimeError("weights must come in alphabetical order")
+                last = name
+                super().load_weights(iter([(name, tensor)]))
+
+    weights = checkpoint()
+    weights = {name: weights[name] for name in sorted(weights)}
+    plan, directory = traced(Ordered(lambda p, t: p.copy_(t)), weights)
+    assert set(classes(plan, directory).values()) == {"refused"}
+    assert "alphabetical order" in refusals(plan)
+
+
+def test_a_buffer_that_counts_loads_is_refused_unless_it_is_declared_derived() -> None:
+    class Counting(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda p, t: p.copy_(t))
+            self.register_buffer("loads", torch.zeros(1, dtype=torch.int64))
+
+        def load_weights(self, weights: Weights) -> None:
+            self.get_buffer("loads").add_(1)
+            super().load_weights(weights)
+
+    plan, directory = traced(Counting(), checkpoint())
+    assert "'loads'" in refusals(plan)
+    declared = trace(TorchLoader(Counting(), derived=["loads"]), directory)
+    assert set(classes(declared, directory).values()) == {"mapped"}
+    assert not declared.findings
+
+
+def test_names_that_must_be_equal_but_are_kept_apart_are_refused() -> None:
+    """B1: two storages cannot be told apart by ids that have to be the same."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16), requires_grad=False)
+            self.head = nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16), requires_grad=False)
+
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:
+                if name == "head":
+                    assert torch.equal(self.embed, tensor), "tied weights differ"
+                getattr(self, name).copy_(tensor)
+
+    weights = {"embed": torch.randn(6, 4).bfloat16()}
+    weights["head"] = weights["embed"].clone()
+    plan, directory = traced(Apart(), weights)
+    assert classes(plan, directory) == {"embed": "refused", "head": "refused"}
+    assert not plan.boxes
