@@ -24,6 +24,7 @@ __all__ = [
     "Entry",
     "EntryMode",
     "Item",
+    "PositionMode",
     "Record",
     "Segment",
     "Shard",

@@ -10,7 +10,7 @@ from typing import Literal
 import blake3
 import msgspec
 
-from dcr_stream.canonical import Region, TensorSpec
+from dcr_stream.canonical import Region
 
 __all__ = [
     "Announcement",
@@ -18,6 +18,7 @@ __all__ = [
     "CommitRecord",
     "Manifest",
     "ManifestEntry",
+    "OwnedRegion",
     "Payload",
     "PayloadId",
     "PayloadKind",
@@ -159,9 +160,3 @@ class OwnedRegion(msgspec.Struct, frozen=True, array_like=True):
 
     tensor: int
     region: Region
-
-
-class DirectoryMessage(msgspec.Struct, frozen=True, tag="directory"):
-    """The tensor directory, sent once per connection."""
-
-    tensors: tuple[TensorSpec, ...]

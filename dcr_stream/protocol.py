@@ -15,6 +15,7 @@ from dcr_stream.messages import Announcement, Attempt, CommitRecord, Manifest, O
 
 __all__ = [
     "DECODER",
+    "PROTOCOL",
     "Acked",
     "Adopt",
     "Apply",

@@ -3,19 +3,17 @@
 from dcr_stream.codec.bits import dtype_name, tensor_from_words, torch_dtype, words
 from dcr_stream.codec.digest import add_sums, change_sum, mix, state_sum, state_sums, sub_sums
 from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, combine, decode_item, encode_record, slice_columns
+from dcr_stream.codec.seals import manifest_digest, seal_manifest, verify_manifest
 from dcr_stream.codec.wire import (
     Limits,
     OpenedPayload,
     PayloadHeader,
     check_payload,
     frame_bucket,
-    manifest_digest,
     open_payload,
     pack_block,
-    seal_manifest,
     seal_payload,
     unpack_block,
-    verify_manifest,
 )
 
 __all__ = [

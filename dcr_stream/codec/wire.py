@@ -30,46 +30,38 @@ import hmac
 import re
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import blake3
 import msgspec
 import zstandard
 
 from dcr_stream.canonical import TensorDirectory
 from dcr_stream.codec.entries import COLUMNS, check_item, slice_columns
+from dcr_stream.codec.seals import SEAL_BYTES, VERSION, seal
 from dcr_stream.delta import Bucket, CodedBucket, Item, Stream
 from dcr_stream.errors import DirectoryMismatch, MalformedPayload, SealMismatch, UsageError
-from dcr_stream.messages import Attempt, Manifest, Payload, PayloadId, PayloadKind
+from dcr_stream.messages import Attempt, Payload, PayloadId, PayloadKind
 
 __all__ = [
     "MAX_WINDOW",
-    "SEAL_BYTES",
-    "VERSION",
     "Limits",
     "OpenedPayload",
     "PayloadHeader",
     "check_payload",
     "frame_bucket",
-    "manifest_digest",
     "open_payload",
     "pack_block",
-    "seal_manifest",
     "seal_payload",
     "unpack_block",
-    "verify_manifest",
 ]
 
-VERSION = 1
-SEAL_BYTES = 32
 MAX_WINDOW = 8 << 20
 """Largest zstd window, in bytes: what levels 1 to 19 use at most."""
 _MAX_LEVEL = 19
 
 _PAYLOAD_MAGIC = b"DCRP"
 _BLOCK_MAGIC = b"DCRB"
-_MANIFEST_MAGIC = b"DCRM"
 _HEAD = struct.Struct("<4sBI")
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _RAW_ALWAYS = COLUMNS.index("L")  # packed low bits are incompressible
@@ -202,7 +194,7 @@ def seal_payload(
         raise UsageError(f"payload {id.name!r} of attempt {attempt.name!r} cannot be sealed: {fault}")
     encoded = msgspec.msgpack.encode(header)
     parts = (_HEAD.pack(_PAYLOAD_MAGIC, VERSION, len(encoded)), encoded, *coded.frames)
-    return Payload(id, b"".join((*parts, _seal(parts, "payload", secret))))
+    return Payload(id, b"".join((*parts, seal(parts, "payload", secret))))
 
 
 def open_payload(
@@ -223,8 +215,8 @@ def open_payload(
             f"a payload of {len(view)} bytes is empty or exceeds the limit of {limits.max_payload_bytes}; "
             "send smaller buckets or raise max_payload_bytes"
         )
-    sealed, seal = view[:-SEAL_BYTES], bytes(view[-SEAL_BYTES:])
-    if not hmac.compare_digest(seal, _seal((sealed,), "payload", secret)):
+    sealed, found = view[:-SEAL_BYTES], bytes(view[-SEAL_BYTES:])
+    if not hmac.compare_digest(found, seal((sealed,), "payload", secret)):
         raise SealMismatch(
             f"the seal of a payload of {len(view)} bytes does not belong to it; give both sides the same secret, or "
             "fetch the payload again"
@@ -238,7 +230,7 @@ def open_payload(
         frame = sealed[start : start + stream.coded]
         columns.append(frame if stream.codec == "raw" else _decompress(header, name, stream, frame))
         start += stream.coded
-    opened = OpenedPayload(header, tuple(columns), seal)
+    opened = OpenedPayload(header, tuple(columns), found)
     opened.items()
     return opened
 
@@ -292,48 +284,6 @@ def unpack_block(block: memoryview | bytes, limits: Limits = Limits()) -> Opened
     opened = OpenedPayload(header, tuple(columns), bytes(view[-SEAL_BYTES:]))
     opened.items()
     return opened
-
-
-def seal_manifest(manifest: Manifest, secret: bytes | None) -> Manifest:
-    """The manifest with its seal set."""
-    return msgspec.structs.replace(manifest, seal=_manifest_seal(manifest, secret))
-
-
-def verify_manifest(manifest: Manifest, secret: bytes | None) -> None:
-    """Check a manifest's seal, which covers every other field.
-
-    Raises:
-        SealMismatch: a field was altered, or it was sealed with another secret.
-    """
-    if not hmac.compare_digest(manifest.seal, _manifest_seal(manifest, secret)):
-        raise SealMismatch(
-            f"the manifest of owner {manifest.owner!r} for attempt {manifest.attempt.name!r} does not match its seal; "
-            "give both sides the same secret, or retry the attempt"
-        )
-
-
-def manifest_digest(manifest: Manifest) -> str:
-    """Hex BLAKE3 over what the manifest's seal covers: independent of the seal itself and of the secret."""
-    return blake3.blake3(_manifest_bytes(manifest)).hexdigest()
-
-
-def _manifest_bytes(manifest: Manifest) -> bytes:
-    return _MANIFEST_MAGIC + bytes((VERSION,)) + manifest.unsealed()
-
-
-def _manifest_seal(manifest: Manifest, secret: bytes | None) -> bytes:
-    return _seal((_manifest_bytes(manifest),), "manifest", secret)
-
-
-def _seal(parts: Sequence[Column], what: str, secret: bytes | None) -> bytes:
-    if secret is None:
-        hasher = blake3.blake3()
-    else:
-        context = f"dcr_stream {VERSION} {what} seal"
-        hasher = blake3.blake3(key=blake3.blake3(secret, derive_key_context=context).digest())
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
 
 
 def _parse_header(view: memoryview, magic: bytes, limits: Limits) -> tuple[PayloadHeader, int]:

@@ -46,10 +46,10 @@ class SqliteTransport(Transport, PayloadSink, PayloadSource):
     def get(self, announcement: Announcement) -> bytes | None:
         key = (announcement.id.attempt.name, announcement.id.name)
         with self.database(announcement.id.attempt) as db:
-            row: tuple[bytes] | None = db.execute(
+            rows: list[tuple[bytes]] = db.execute(
                 "select body from payload where (attempt, name) = (?, ?)", key
-            ).fetchone()
-            return row[0] if row else None
+            ).fetchall()
+            return rows[0][0] if rows else None
 
     def drop(self, attempt: Attempt) -> None:
         with closing(sqlite3.connect(self.path, timeout=self.wait_s)) as db, db:

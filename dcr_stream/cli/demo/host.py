@@ -31,7 +31,7 @@ from dcr_stream.node import NodeSettings
 from dcr_stream.protocol import CloseGates
 from dcr_stream.receiver import Receiver
 
-__all__ = ["Answer", "Ask", "HostReport", "HostSettings", "TimedGate", "serve_host"]
+__all__ = ["HOLD_S", "Answer", "Ask", "HostReport", "HostSettings", "TimedGate", "serve_host"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

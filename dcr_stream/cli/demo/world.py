@@ -24,7 +24,7 @@ from dcr_stream.errors import DcrError, PeerLost, TransitionFailed
 from dcr_stream.flow import task_group
 from dcr_stream.front import Coordinator
 
-__all__ = ["LAYOUTS", "RUN", "ProcessWorld", "World"]
+__all__ = ["LAYOUTS", "RUN", "TRAINERS", "ProcessWorld", "World", "bits_of", "new_secret"]
 
 RUN = "demo"
 LAYOUTS: dict[str, int] = {"tp1": 1, "tp2": 2}
