@@ -46,10 +46,8 @@ class SqliteTransport(Transport, PayloadSink, PayloadSource):
     def get(self, announcement: Announcement) -> bytes | None:
         key = (announcement.id.attempt.name, announcement.id.name)
         with self.database(announcement.id.attempt) as db:
-            rows: list[tuple[bytes]] = db.execute(
-                "select body from payload where (attempt, name) = (?, ?)", key
-            ).fetchall()
-            return rows[0][0] if rows else None
+            row = db.execute("select body from payload where (attempt, name) = (?, ?)", key).fetchone()
+            return bytes(row[0]) if row else None
 
     def drop(self, attempt: Attempt) -> None:
         with closing(sqlite3.connect(self.path, timeout=self.wait_s)) as db, db:
@@ -65,9 +63,7 @@ class SqliteTransport(Transport, PayloadSink, PayloadSource):
                 if (body := await anyio.to_thread.run_sync(self.get, announcement)) is not None:
                     return body
                 await anyio.sleep(0.05)
-        raise TransportTimeout(
-            f"payload {announcement.id.name} did not come within {self.wait_s:g} s; is its owner up?"
-        )
+        raise TransportTimeout(f"payload {announcement.id.name} did not come in {self.wait_s:g} s; is its owner up?")
 
     @asynccontextmanager
     async def open_sink(self, attempt: Attempt, owner: str) -> AsyncIterator[PayloadSink]:

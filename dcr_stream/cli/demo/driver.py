@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
 import anyio
 import anyio.to_thread
 from rich.console import Console
@@ -243,10 +242,7 @@ async def _client(run: _Run, world: World, host: str, task: object) -> None:
     number = 0
     while True:
         request = number % len(run.requests)
-        try:
-            answer = await world.ask(host, run.requests[request])
-        except aiohttp.ClientConnectionError:
-            answer = None
+        answer = await world.ask(host, run.requests[request])
         if answer is None:
             await anyio.sleep(0.1)
             continue

@@ -115,27 +115,28 @@ class ProcessWorld(World):
 
     async def ask(self, host: str, token_ids: tuple[int, ...]) -> Answer | None:
         """POST to ``/v1/embeddings``."""
-        body = msgspec.json.encode(Ask(token_ids))
-        async with self.session.post(self._url(host, "/v1/embeddings"), data=body) as response:
-            if response.status == 503:
-                return None
-            response.raise_for_status()
-            return msgspec.json.decode(await response.read(), type=Answer)
+        status, body = await self._http(host, "POST", "/v1/embeddings", msgspec.json.encode(Ask(token_ids)))
+        if status == 503:
+            return None
+        return msgspec.json.decode(_ok(host, status, body), type=Answer)
 
     async def dump(self, host: str, stem: Path) -> list[Path]:
         """POST to ``/demo/dump``."""
-        async with self.session.post(self._url(host, "/demo/dump"), data=msgspec.json.encode(str(stem))) as response:
-            if response.status != 200:
-                raise PeerLost(f"rollout host {host} could not write its weights: {await response.text()}")
-            return [Path(path) for path in msgspec.json.decode(await response.read(), type=list[str])]
+        status, body = await self._http(host, "POST", "/demo/dump", msgspec.json.encode(str(stem)))
+        return [Path(path) for path in msgspec.json.decode(_ok(host, status, body), type=list[str])]
 
     async def report(self, host: str) -> HostReport:
         """GET ``/demo/report``."""
-        async with self.session.get(self._url(host, "/demo/report")) as response:
-            return msgspec.json.decode(await response.read(), type=HostReport)
+        status, body = await self._http(host, "GET", "/demo/report", None)
+        return msgspec.json.decode(_ok(host, status, body), type=HostReport)
 
-    def _url(self, host: str, path: str) -> str:
-        return f"http://127.0.0.1:{self.ports[host]}{path}"
+    async def _http(self, host: str, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        try:
+            url = f"http://127.0.0.1:{self.ports[host]}{path}"
+            async with self.session.request(method, url, data=body) as response:
+                return response.status, await response.read()
+        except aiohttp.ClientError as error:
+            raise PeerLost(f"rollout host {host} does not answer any more: {error}") from error
 
     async def _listen(self, rank: int, child: _Child, on_step: Callable[[int, StepDone], None]) -> None:
         while True:
@@ -148,6 +149,12 @@ class ProcessWorld(World):
                     self.trainers_done.set()
                 return
             on_step(rank, message)
+
+
+def _ok(host: str, status: int, body: bytes) -> bytes:
+    if status != 200:
+        raise PeerLost(f"rollout host {host} answered {status}: {body.decode(errors='replace')}")
+    return body
 
 
 async def _receive(child: _Child, who: str) -> bytes:
