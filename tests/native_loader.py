@@ -7,7 +7,7 @@ rank of a tensor-parallel engine. Written from ``load_weights`` methods of vLLM 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -292,11 +292,6 @@ def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
 def equal_bits(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     """Whether two snapshots (or checkpoints) have the same names and the same bits."""
     return a.keys() == b.keys() and all(_same_bits(a[name], b[name]) for name in a)
-
-
-def with_world(config: NativeConfig, **changes: int | bool) -> NativeConfig:
-    """A changed configuration."""
-    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

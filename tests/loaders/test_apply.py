@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -200,6 +202,36 @@ def test_every_copy_of_a_broadcast_is_written_once_and_read_back() -> None:
     assert torch.equal(loader.storage()["w"], new["w"].expand(3, 4))
     assert placement.holders(0, 0) == (0, 0, 0)
     assert read_back(placement.plans[0], storage, item, decoded.positions) == {0: [item.digest] * 3}
+
+
+def test_two_copies_on_one_rank_have_a_sum_each() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)
+            self.b = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.a.copy_(tensor)
+                self.b.copy_(tensor[2:6])
+
+    old = {"w": torch.arange(8).bfloat16()}
+    new = {"w": torch.arange(8).bfloat16() * 2 + 1}
+    directory, loader = directory_of(old), TorchLoader(Twice())
+    placement = assign_cells([trace(loader, directory)], directory, frozenset())
+    [plan], storage = placement.plans, StorageMap(loader)
+    loader.load(old.items())
+    [(item, decoded)] = items_between(directory, old, new, "xor")
+    apply_item(plan, storage, item, decoded)
+    sums = read_back(plan, storage, item, decoded.positions)
+    assert sorted(map(len, sums.values())) == [1, 2]
+    assert sum(copies[0] for copies in sums.values()) & MASK == item.digest
+    [twice] = [cell for cell, copies in sums.items() if len(copies) == 2]
+    assert sums[twice][0] == sums[twice][1]
+    words(loader.storage()["b"])[1] ^= 1
+    assert len(set(read_back(plan, storage, item, decoded.positions)[twice])) == 2
+    assert len(set(full_sums(plan, storage, [0])[0][twice])) == 2
 
 
 def test_elements_of_other_ranks_are_passed_over(ranks: Ranks) -> None:

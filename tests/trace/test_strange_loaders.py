@@ -131,7 +131,22 @@ def running_average(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     parameter.copy_(parameter * 0.5 + tensor * 0.5)
 
 
-@pytest.mark.parametrize("place", [running_max, running_sum, skip_zeros, skip_a_zero_tensor, running_average])
+def running_minimum_of_usual_values(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    usual = (tensor.abs() > 1e-5) & (tensor.abs() < 4)
+    parameter.copy_(torch.where(usual, torch.minimum(parameter, tensor), parameter))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        running_max,
+        running_minimum_of_usual_values,
+        running_sum,
+        running_average,
+        skip_zeros,
+        skip_a_zero_tensor,
+    ],
+)
 @pytest.mark.parametrize("shape", [(6, 8), (1,)])
 def test_a_loader_that_depends_on_old_contents_is_refused(place: Place, shape: tuple[int, ...]) -> None:
     plan, directory = traced(Model(place, shape=shape), checkpoint(shape))
@@ -556,3 +571,18 @@ def test_names_that_must_be_equal_but_are_kept_apart_are_refused() -> None:
     plan, directory = traced(Apart(), weights)
     assert classes(plan, directory) == {"embed": "refused", "head": "refused"}
     assert not plan.boxes
+
+
+def test_whole_tensors_of_a_loader_that_clears_storage_at_every_call_are_refused() -> None:
+    """Loading only the whole tensors would wipe out what was applied through the map."""
+
+    class Clearing(Model):
+        def load_weights(self, weights: Weights) -> None:
+            self.plain.zero_()
+            super().load_weights(weights)
+
+    plan, directory = traced(Clearing(negate), checkpoint())
+    assert classes(plan, directory)["plain"] == "refused"
+    assert "'plain' shares storage" in refusals(plan)
+    harmless, _ = traced(Clearing(lambda p, t: p.copy_(t)), checkpoint())
+    assert set(harmless.classes) == {"mapped"}
