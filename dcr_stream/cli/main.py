@@ -125,9 +125,23 @@ def main() -> None:
     """Entry point: errors are one line that names the thing and the way out, never a traceback."""
     try:
         app()
-    except DcrError as error:
-        sys.stderr.write(f"error: {error}\n")
+    except (DcrError, ExceptionGroup) as error:
+        found = _typed(error)
+        if not found:
+            raise
+        for text in dict.fromkeys(found):
+            sys.stderr.write(f"error: {text}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)
+
+
+def _typed(error: Exception) -> list[str]:
+    """Texts of the typed errors in ``error``; empty if anything else is among them."""
+    if isinstance(error, DcrError):
+        return [str(error)]
+    if not isinstance(error, ExceptionGroup):
+        return []
+    texts = [_typed(inner) for inner in error.exceptions]
+    return [text for inner in texts for text in inner] if all(texts) else []

@@ -208,7 +208,8 @@ def serve_host(settings: HostSettings, pipe: Connection) -> None:
         try:
             await _serve(settings, pipe)
         except DcrError as error:
-            pipe.send_bytes(msgspec.json.encode(f"{type(error).__name__}: {error}"))
+            with suppress(BrokenPipeError):
+                pipe.send_bytes(msgspec.json.encode(f"{type(error).__name__}: {error}"))
 
     run_async(main)
 
@@ -244,7 +245,10 @@ async def _serve(settings: HostSettings, pipe: Connection) -> None:
             settings=limits,
         ) as node:
             threading.Thread(target=until_parent_is_gone, daemon=True).start()
-            pipe.send_bytes(msgspec.json.encode(port))
+            try:
+                pipe.send_bytes(msgspec.json.encode(port))
+            except BrokenPipeError:
+                return  # whoever started this process is gone
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(host.watch, node)
                 await gone.wait()

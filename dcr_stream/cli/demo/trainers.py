@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -84,5 +85,8 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
                 raise TransitionFailed(f"the last refit did not commit: {outcome and outcome.error}")
     except DcrError as error:
         problem = f"{type(error).__name__}: {error}"
-    pipe.send_bytes(msgspec.json.encode(TrainingEnded(problem, baseline, watch.times)))
+    except BrokenPipeError:
+        return  # whoever started this process is gone
+    with suppress(BrokenPipeError):
+        pipe.send_bytes(msgspec.json.encode(TrainingEnded(problem, baseline, watch.times)))
     pipe.close()

@@ -54,6 +54,7 @@ class World(ABC):
 class _Child:
     process: ForkServerProcess | SpawnProcess
     pipe: Connection
+    expendable: bool
 
 
 @dataclass
@@ -81,12 +82,12 @@ class ProcessWorld(World):
         children: list[_Child] = []
         context = process_context()
 
-        def spawn(target: Callable[..., None], settings: msgspec.Struct, name: str) -> _Child:
+        def spawn(target: Callable[..., None], settings: msgspec.Struct, name: str, expendable: bool) -> _Child:
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(settings, theirs), name=name)
             process.start()
             theirs.close()
-            children.append(_Child(process, ours))
+            children.append(_Child(process, ours, expendable))
             return children[-1]
 
         async with AsyncExitStack() as stack:
@@ -97,11 +98,11 @@ class ProcessWorld(World):
             for name, ranks in LAYOUTS.items():
                 fatal = kill_at if ranks > 1 else -1
                 settings = HostSettings(name, ranks, coordinator.address, RUN, secret, fatal)
-                hosts[name] = await anyio.to_thread.run_sync(spawn, serve_host, settings, f"rollout {name}")
+                hosts[name] = await anyio.to_thread.run_sync(spawn, serve_host, settings, f"rollout {name}", False)
             trainers: list[_Child] = []
             for rank in range(TRAINERS):
                 job = TrainerSettings(rank, TRAINERS, steps, coordinator.address, RUN, secret, str(folder))
-                trainers.append(await anyio.to_thread.run_sync(spawn, train, job, f"trainer {rank}"))
+                trainers.append(await anyio.to_thread.run_sync(spawn, train, job, f"trainer {rank}", True))
             for name, child in hosts.items():
                 port = msgspec.json.decode(await _receive(child, f"rollout host {name}"), type=int | str)
                 if isinstance(port, str):
@@ -172,11 +173,13 @@ async def _receive(child: _Child, who: str) -> bytes:
 
 
 async def _end(children: list[_Child]) -> None:
-    """Close the pipes, which hosts and trainers take as the end; kill what is left after a moment."""
+    """Close the pipes, which hosts take as the end; trainers are ended at once. Kill what is left after a moment."""
 
     def end() -> None:
         for child in children:
             child.pipe.close()
+            if child.expendable:
+                child.process.terminate()
         for child in children:
             child.process.join(5)
             if child.process.is_alive():
