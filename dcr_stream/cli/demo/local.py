@@ -175,6 +175,10 @@ class LocalWorld(World):
                     tell(rank, StepDone(version, loss, offer.elements, offer.scanned, offer.capture_s))
                 if stop.is_set():
                     return
+                if version == 0:
+                    for rank, owner in enumerate(owners):
+                        owner.wait(timeout_s=120)
+                        watch[rank].reset()  # stage times are those of the delta refits
             for owner in owners:
                 owner.wait(timeout_s=120)
         except DcrError as error:

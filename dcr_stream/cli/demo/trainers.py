@@ -79,6 +79,9 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
                 offer = owner.refit(timeout_s=120)
                 done = StepDone(version, loss, offer.elements, offer.scanned, offer.capture_s)
                 pipe.send_bytes(msgspec.json.encode(done))
+                if version == 0:
+                    owner.wait(timeout_s=120)
+                    watch.reset()  # stage times are those of the delta refits
             outcome = owner.wait(timeout_s=120)
             baseline = owner.baseline_bytes
             if outcome is None or outcome.version != settings.steps:

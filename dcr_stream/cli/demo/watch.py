@@ -25,6 +25,11 @@ class Stopwatch(NullMonitor):
         self.times = Times()
         self._lock = threading.Lock()
 
+    def reset(self) -> None:
+        """Forget what was measured so far."""
+        with self._lock:
+            self.times = Times()
+
     def stage_ended(self, stage: str, *, items: int, nbytes: int, busy_s: float, waited_s: float, ok: bool) -> None:
         """Add a stage's work."""
         if stage not in ("feed", "deliver"):
