@@ -5,41 +5,23 @@ What comes before (who takes part, on which terms) and after (the commit) is the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import anyio
 
 from dcr_stream.codec import manifest_digest, verify_manifest
-from dcr_stream.errors import AttemptAborted, DcrError, DigestMismatch, PeerLost, TransportTimeout
+from dcr_stream.errors import AttemptAborted, DigestMismatch, GateError, PeerLost, TransportTimeout
 from dcr_stream.flow import task_group
 from dcr_stream.interfaces import Clock
-from dcr_stream.messages import Announcement, Manifest, Sum
+from dcr_stream.messages import Announcement, Attempt, Manifest, Sum
 from dcr_stream.peers import Mode, Peer, Receiving, TransitionSettings
 from dcr_stream.protocol import Acked, Apply, CloseGates, Done, Stage, Staged, Stream
+from dcr_stream.together import every, gravest
 
-__all__ = ["AttemptRun", "every"]
+__all__ = ["AttemptRun"]
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
-P = TypeVar("P")
-
-
-async def every(peers: Iterable[P], act: Callable[[P], Awaitable[object]]) -> None:
-    """Act on all peers at once, let each come to its (bounded) end, then raise the gravest error."""
-    errors: list[DcrError] = []
-
-    async def one(peer: P) -> None:
-        try:
-            await act(peer)
-        except DcrError as error:
-            errors.append(error)
-
-    async with task_group() as tasks:
-        for peer in peers:
-            tasks.start_soon(one, peer)
-    for error in sorted(errors, key=lambda e: not isinstance(e, DigestMismatch)):
-        raise error
 
 
 @dataclass(slots=True)
@@ -47,6 +29,7 @@ class AttemptRun:
     """One attempt in flight.
 
     ``streams`` are the owners' orders, ``receiving`` the engines by node, ``expected`` full sums to be read back.
+    ``unclosed`` are the members (``node/engine``) whose gates did not close: they are left out of the next attempt.
     """
 
     streams: Sequence[tuple[Peer, Stream]]
@@ -58,7 +41,7 @@ class AttemptRun:
     secret: bytes | None
     timeline: dict[str, float]
     manifests: dict[str, Manifest]
-    payload_bytes: int = 0
+    unclosed: set[str] = field(default_factory=set)
 
     async def announce(self, announcement: Announcement) -> None:
         """Tell every node that a payload is ready."""
@@ -82,6 +65,11 @@ class AttemptRun:
         await self._timed("apply", self._apply)
 
     @property
+    def attempt(self) -> Attempt:
+        """The attempt's identity."""
+        return self.streams[0][1].attempt
+
+    @property
     def digests(self) -> tuple[str, ...]:
         """Digests of all manifests, by owner name."""
         return tuple(manifest_digest(self.manifests[owner]) for owner in sorted(self.manifests))
@@ -94,18 +82,23 @@ class AttemptRun:
     async def _close_gates(self) -> None:
         deadline = self.settings.drain_deadline_s + self.settings.gate_deadline_s
 
-        async def close(receiving: Receiving) -> None:
+        async def close(member: tuple[Receiving, str]) -> None:
+            receiving, name = member
             order = CloseGates(
-                attempt=self.streams[0][1].attempt,
-                engines=receiving.names,
+                attempt=self.attempt,
+                engines=(name,),
                 mode=self.mode,
                 drain_deadline_s=self.settings.drain_deadline_s,
                 drain=self.settings.drain,
                 after_deadline=self.settings.after_deadline,
             )
-            await receiving.node.ask(order, Done, timeout_s=deadline)
+            try:
+                await receiving.node.ask(order, Done, timeout_s=deadline)
+            except GateError:
+                self.unclosed.add(f"{receiving.node.name}/{name}")
+                raise
 
-        await every(self.receiving, close)
+        await every([(receiving, name) for receiving in self.receiving for name in receiving.names], close)
 
     async def _stage(self) -> None:
         """Owners send while nodes fetch. The first error ends both planes: nobody waits for what cannot come."""
@@ -122,8 +115,7 @@ class AttemptRun:
                 whole=first.whole,
                 on_arrival=self.mode == "sync",
             )
-            staged = await receiving.node.ask(order, Staged, timeout_s=self.settings.stage_deadline_s)
-            self.payload_bytes = max(self.payload_bytes, staged.nbytes)
+            await receiving.node.ask(order, Staged, timeout_s=self.settings.stage_deadline_s)
 
         async def stream(peer: Peer, order: Stream) -> None:
             manifest = await peer.ask(order, Manifest, timeout_s=self.settings.stage_deadline_s)
@@ -147,10 +139,10 @@ class AttemptRun:
                 "look for the slow link, or raise stage_deadline_s"
             ) from error
         except ExceptionGroup as group:
-            raise _gravest(group) from group
+            raise gravest(group) from group
 
     async def _apply(self) -> None:
-        attempt, digests = self.streams[0][1].attempt, self.digests
+        attempt, digests = self.attempt, self.digests
         digest_sum = sum(manifest.digest_sum for manifest in self.manifests.values()) & _MASK
 
         async def apply(receiving: Receiving) -> None:
@@ -167,17 +159,3 @@ class AttemptRun:
                 )
 
         await every(self.receiving, apply)
-
-
-def _gravest(group: ExceptionGroup[Exception]) -> Exception:
-    """The error to report of several at once: a typed one that is not just a lost peer, if there is any."""
-    leaves: list[Exception] = []
-    todo: list[BaseException] = [group]
-    while todo:
-        error = todo.pop()
-        if isinstance(error, BaseExceptionGroup):
-            todo.extend(error.exceptions)
-        elif isinstance(error, Exception):
-            leaves.append(error)
-    leaves.sort(key=lambda e: (not isinstance(e, DcrError), isinstance(e, PeerLost)))
-    return leaves[0]

@@ -84,8 +84,9 @@ def fill_trackers(source: Source) -> Trackers:
     for task in source.tasks():
         words = trackers.tasks[task.key]
         if task.frozen:
-            trackers.tasks[task.key] = task.read(0, task.numel)
-            trackers.borrowed.add(task.key)
+            words = trackers.tasks[task.key] = task.read(0, task.numel)
+            if np.may_share_memory(words[:1], task.read(0, min(1, task.numel))):
+                trackers.borrowed.add(task.key)  # else reading converts, and this copy is the owner's own
             continue
         for lo in range(0, task.numel, _READ_ELEMENTS):
             hi = min(lo + _READ_ELEMENTS, task.numel)

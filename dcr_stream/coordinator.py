@@ -26,7 +26,7 @@ from dcr_stream.leadership import Leadership
 from dcr_stream.messages import Announcement, CommitRecord
 from dcr_stream.participants import Participants
 from dcr_stream.peers import Mode, Peer, RefitReport, TransitionSettings
-from dcr_stream.protocol import PROTOCOL, Hello, Message, Offer, Shape, Welcome
+from dcr_stream.protocol import PROTOCOL, Done, Fence, Hello, Message, Offer, Shape, Welcome
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, message_connection
 from dcr_stream.transition import Transition
@@ -119,25 +119,27 @@ class CoordinatorRole:
         async with self._turn:
             await self._wait_for(self._all_joined, self.settings.join_deadline_s, self._who_is_missing)
             self._joined_once = True
-            await self._wait_for(self._all_offered, self.settings.offer_deadline_s, self._who_has_not_offered)
+            try:
+                await self._wait_for(self._all_offered, self.settings.offer_deadline_s, self._who_has_not_offered)
+            except TransitionFailed:
+                # Owners that captured must not wait for ever for one that will not: all of them capture again.
+                await self._drop_offers()
+                raise
             transition = await self._begin(mode)
             try:
                 return await transition.run()
             finally:
                 self._attempt = transition.next_attempt
                 self._transition = None
-                for owner in self._owners.values():
-                    if owner.offer is not None and owner.offer.base != self.version and owner.offer.kind == "delta":
-                        owner.offer = None
 
     async def restore_joiners(self) -> int:
         """Bring engines that hold no committed version to it, densely, and open their gates. Returns how many.
 
-        Nothing to do before the first commit, or while owners do not hold the committed version.
+        Nothing to do before the first commit. One that cannot be restored is reported and waits for the next
+        transition.
         """
         async with self._turn:
-            fresh = [node for node in self._nodes.values() if node.fresh]
-            if self.version < 0 or not fresh or not self._all_joined():
+            if not self._joiners():
                 return 0
             transition = await self._begin("async")
             try:
@@ -147,27 +149,27 @@ class CoordinatorRole:
                 self._transition = None
 
     async def serve(self, mode: Mode = "async", *, on_refit: Callable[[RefitReport], None] | None = None) -> None:
-        """Run a transition whenever all owners have offered, and restore joiners in between, until cancelled.
+        """Run a transition whenever owners offer one, and restore joiners in between, until cancelled.
 
         A transition that is abandoned is reported to the monitor and to the owners; serving goes on.
+
+        Raises:
+            StaleEpoch: another coordinator has taken over.
+            DcrError: what a next transition could not repair either.
         """
         while True:
             async with self._changed:
-                while not (self._all_joined() and (self._all_offered() or any(n.fresh for n in self._nodes.values()))):
+                while not (self._any_offered() or self._joiners()):
                     await self._changed.wait()
-            if self._all_offered():
-                try:
+            try:
+                if self._any_offered():
                     report = await self.refit(mode)
-                except TransitionFailed as error:
-                    self._monitor.step("coordinator", "transition failed", seconds=0.0, detail=str(error))
-                else:
                     if on_refit is not None:
                         on_refit(report)
-            elif self.version >= 0:
-                await self.restore_joiners()
-            else:
-                async with self._changed:
-                    await self._changed.wait()
+                else:
+                    await self.restore_joiners()
+            except TransitionFailed as error:
+                self._monitor.step("coordinator", "transition failed", seconds=0.0, detail=str(error))
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
@@ -209,8 +211,11 @@ class CoordinatorRole:
             known.hello, known.fresh = hello, True
             peer = known
         else:
-            peer = Peer(hello, connection, offer=hello.offer, fresh=True)
-            peers[hello.name] = peer
+            earlier = peers.get(hello.name)
+            peer = peers[hello.name] = Peer(hello, connection)
+            if earlier is not None:
+                # The role came back before its old link was seen to be dead.
+                await earlier.cut_off()
         await self._notify()
         return peer
 
@@ -233,8 +238,10 @@ class CoordinatorRole:
     async def _hear(self, peer: Peer, message: Message) -> None:
         match message:
             case Offer():
-                peer.offer = message
-                await self._notify()
+                # An offer that the last commit has overtaken is settled by the record.
+                if message.kind == "dense" or message.base == self.version:
+                    peer.offer = message
+                    await self._notify()
             case Announcement():
                 if self._transition is not None:
                     await self._transition.announce(message)
@@ -264,8 +271,17 @@ class CoordinatorRole:
         transition = Transition(
             self._lead,
             mode,
-            Participants(self._lead, shape, directory, owners, self._nodes, skip, self.settings.transition),
-            current_owners=self._owners,
+            Participants(
+                lead=self._lead,
+                shape=shape,
+                directory=directory,
+                owners=owners,
+                current=self._owners,
+                nodes=self._nodes,
+                skip=skip,
+                settings=self.settings.transition,
+                monitor=self._monitor,
+            ),
             first_attempt=self._attempt,
             runtime=self._runtime,
             secret=self._secret,
@@ -273,6 +289,16 @@ class CoordinatorRole:
         )
         self._transition = transition
         return transition
+
+    async def _drop_offers(self) -> None:
+        fence = Fence(self._lead.epoch, self._attempt, abandon=True)
+        for owner in list(self._owners.values()):
+            if owner.offer is not None:
+                owner.offer = None
+                try:
+                    await owner.ask(fence, Done, timeout_s=self.settings.transition.prepare_deadline_s)
+                except ControlError:
+                    await owner.cut_off()
 
     def _agreed_shape(self, owners: dict[str, Peer]) -> Shape:
         shapes = {name: peer.hello.shape for name, peer in owners.items()}
@@ -293,6 +319,12 @@ class CoordinatorRole:
     def _all_joined(self) -> bool:
         nodes = 1 if self._joined_once else self.settings.nodes
         return len(self._owners) >= self.settings.owners and len(self._nodes) >= nodes
+
+    def _joiners(self) -> bool:
+        return self.version >= 0 and self._all_joined() and any(node.fresh for node in self._nodes.values())
+
+    def _any_offered(self) -> bool:
+        return any(peer.offer is not None for peer in self._owners.values())
 
     def _all_offered(self) -> bool:
         return self._all_joined() and all(peer.offer is not None for peer in self._owners.values())

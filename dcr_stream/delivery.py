@@ -7,21 +7,21 @@ declared (``docs/design/wire-format.md``, state digest).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
 import msgspec
+from anyio import CancelScope
 
 from dcr_stream.canonical import TensorDirectory, Words
 from dcr_stream.codec import OpenedPayload, add_sums, decode_item, pack_block, state_sum
 from dcr_stream.delta import Item
 from dcr_stream.dense import Assembly, pack_tensors
-from dcr_stream.errors import DcrError, DigestMismatch, MalformedPayload, PeerLost, error_named
-from dcr_stream.flow import task_group
+from dcr_stream.errors import DigestMismatch, MalformedPayload, PeerLost, error_named
 from dcr_stream.interfaces import Engine, Gate, Workers
-from dcr_stream.messages import Attempt, ReceiverCall, Sum
+from dcr_stream.messages import Attempt, ReceiverCall, ReceiverReply, Sum
 from dcr_stream.protocol import EngineState, Mark, Shape, Stage
 from dcr_stream.receiver import (
     AdoptVersion,
@@ -38,6 +38,7 @@ from dcr_stream.receiver import (
 )
 from dcr_stream.shared import SharedBlock
 from dcr_stream.staging import Staging
+from dcr_stream.together import every
 from dcr_stream.trace import EnginePlacement, assign_cells
 
 __all__ = ["Delivery", "EngineSlot"]
@@ -45,6 +46,8 @@ __all__ = ["Delivery", "EngineSlot"]
 R = TypeVar("R")
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _SUM_BATCH = 256
+_STATUS_S = 30.0
+"""How long an engine may take to say what it holds; a busy one is asked again later."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class EngineSlot:
     placement: EnginePlacement | None = None
     directory: str = ""
     problem: str = ""
+    silent: str = ""
+    """Why the engine counts as gone until it is attached again: a call never came back, and may still be writing."""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
@@ -70,26 +75,31 @@ class EngineSlot:
         A call is waited for even when the caller is cancelled: nothing may still be writing afterwards.
 
         Raises:
-            PeerLost: a rank is gone, or did not answer within the call deadline.
+            PeerLost: a rank is gone, or did not answer this call, or an earlier one, within the call deadline.
         """
         raw = msgspec.Raw(msgspec.msgpack.encode(args)) if args is not None else msgspec.Raw(b"\xc0")
-        try:
-            with anyio.fail_after(self.call_deadline_s, shield=True):
-                async with self._turn:
-                    replies = await self.engine.call(ReceiverCall(method, raw))
-        except TimeoutError as error:
-            raise PeerLost(
-                f"engine {self.name!r} did not answer {method!r} within {self.call_deadline_s:g} s; restart the engine"
-            ) from error
+        with CancelScope(shield=True):
+            async with self._turn:
+                replies = await self._answered(ReceiverCall(method, raw))
         for rank, reply in enumerate(replies):
             if reply.error is not None:
                 raise error_named(reply.error, f"engine {self.name!r}, rank {rank}: {reply.text}")
+        if len(replies) != self.engine.ranks:
+            raise PeerLost(f"engine {self.name!r}: {len(replies)} of {self.engine.ranks} ranks answered {method!r}")
         return [msgspec.msgpack.decode(reply.result, type=result) for reply in replies]
 
-    async def quiet(self) -> None:
-        """Return once no call to the receivers is running."""
-        async with self._turn:
-            pass
+    async def _answered(self, call: ReceiverCall) -> list[ReceiverReply]:
+        if self.silent:
+            raise PeerLost(self.silent)
+        deadline_s = min(self.call_deadline_s, _STATUS_S) if call.method == "status" else self.call_deadline_s
+        try:
+            with anyio.fail_after(deadline_s):
+                return await self.engine.call(call)
+        except TimeoutError as error:
+            lost = f"engine {self.name!r} did not answer {call.method!r} within {deadline_s:g} s; restart the engine"
+            if call.method != "status":
+                self.silent = f"{lost} and attach it again"
+            raise PeerLost(lost) from error
 
     async def traced(self, directory: TensorDirectory) -> bool:
         """Whether every rank holds a plan for ``directory``.
@@ -107,13 +117,13 @@ class EngineSlot:
         except PeerLost as error:
             return EngineState(self.name, "", "lost", -1, problem=str(error))
         marks: list[Mark] = [rank.mark for rank in ranks]
-        mark: Mark = "clean"
-        for worse in ("dirty", "quarantined", "empty"):
-            if worse in marks:
-                mark = worse  # type: ignore[assignment]  # one of Mark by the tuple above
+        worst: tuple[Mark, ...] = ("empty", "quarantined", "dirty")
+        mark: Mark = next((mark for mark in worst if mark in marks), "clean")
         versions = {rank.version for rank in ranks}
         if mark == "clean" and len(versions) != 1:
             mark = "dirty"
+        # An engine whose ranks were dirtied by different attempts is nobody's to repair by overwrite.
+        dirtied = {rank.attempt for rank in ranks if rank.mark == "dirty"}
         whole: tuple[int, ...] = ()
         aliased: tuple[int, ...] = ()
         traced = self.placement is not None and all(rank.directory == self.directory for rank in ranks)
@@ -124,7 +134,7 @@ class EngineSlot:
             incarnation="+".join(rank.incarnation for rank in ranks),
             mark=mark if traced else "empty",
             version=min(versions) if mark == "clean" and traced else -1,
-            attempt=next((rank.attempt for rank in ranks if rank.mark == "dirty"), None),
+            attempt=next(iter(dirtied)) if len(dirtied) == 1 else None,
             whole=whole,
             aliased=aliased,
             problem=self.problem,
@@ -184,7 +194,7 @@ class Delivery:
         if self.dense:
             return
         with await self._workers.run(lambda: SharedBlock(pack_block(opened))) as block:
-            await self._every(lambda slot: self._apply_to(slot, block, opened))
+            await every(self._slots, lambda slot: self._apply_to(slot, block, opened))
 
     async def apply_all(self, staging: Staging) -> None:
         """Apply a complete staged set; complete tensors are handed on in directory order as they fill up."""
@@ -212,7 +222,7 @@ class Delivery:
             for tensor in sorted(self._whole):
                 await self._block("load_whole", [(tensor, self._assembly.complete.pop(tensor))])
         await self._each("load_end" if self.dense else "finish", None)
-        await self._every(lambda slot: self._compare(slot, expected))
+        await every(self._slots, lambda slot: self._compare(slot, expected))
 
     async def _hand_on(self, ready: int) -> int:
         """Push complete tensors from ``ready`` on, up to one block; returns the next tensor to wait for."""
@@ -231,23 +241,7 @@ class Delivery:
             await self._each(method, Block(self._order.attempt, block.name, block.nbytes))
 
     async def _each(self, method: str, args: msgspec.Struct | None) -> None:
-        await self._every(lambda slot: slot.call(method, args, object))
-
-    async def _every(self, act: Callable[[EngineSlot], Awaitable[object]]) -> None:
-        """Act on all engines at once and let each come to its end; then raise the worst that happened."""
-        errors: list[DcrError] = []
-
-        async def one(slot: EngineSlot) -> None:
-            try:
-                await act(slot)
-            except DcrError as error:
-                errors.append(error)
-
-        async with task_group() as tasks:
-            for slot in self._slots:
-                tasks.start_soon(one, slot)
-        for error in sorted(errors, key=lambda e: not isinstance(e, DigestMismatch)):
-            raise error
+        await every(self._slots, lambda slot: slot.call(method, args, object))
 
     def _receive(self, opened: OpenedPayload) -> None:
         """Account for the items; put dense and whole tensors together, checked as received."""

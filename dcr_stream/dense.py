@@ -64,7 +64,7 @@ def pack_tensors(tensors: list[tuple[int, Words]]) -> bytearray:
     out = bytearray(struct.pack("<I", len(table)) + table)
     for _, words in tensors:
         out += bytes(-len(out) % _ALIGN)
-        out += memoryview(np.ascontiguousarray(words)).cast("B")
+        out += np.ascontiguousarray(words).data.cast("B")
     return out
 
 

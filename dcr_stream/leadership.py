@@ -12,7 +12,13 @@ from typing import TypeVar
 import anyio
 from msgspec.structs import replace
 
-from dcr_stream.errors import CommitConflict, CommitDeadlineExceeded, CommitError, StaleEpoch
+from dcr_stream.errors import (
+    CommitConflict,
+    CommitDeadlineExceeded,
+    CommitError,
+    CommitRecordUnreadable,
+    StaleEpoch,
+)
 from dcr_stream.interfaces import CommitStore
 from dcr_stream.messages import CommitRecord
 from dcr_stream.runtime import Runtime
@@ -20,6 +26,7 @@ from dcr_stream.runtime import Runtime
 __all__ = ["Leadership"]
 
 T = TypeVar("T")
+_READ_AGAIN_S = 0.1
 
 
 class Leadership:
@@ -121,8 +128,10 @@ class Leadership:
             while True:
                 try:
                     return await self._call(lambda: self._store.read(self.run))
-                except CommitDeadlineExceeded:
-                    await anyio.sleep(0.1)
+                except CommitRecordUnreadable:
+                    raise
+                except CommitError:
+                    await anyio.sleep(_READ_AGAIN_S)
         raise CommitDeadlineExceeded(
             f"the commit store of run {self.run!r} did not answer within {self._deadline_s:g} s; whether the last "
             "change took effect is unknown, so this coordinator stops; start it again"

@@ -11,22 +11,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import anyio
-from anyio import CancelScope
 
 from dcr_stream.canonical import TensorDirectory
 from dcr_stream.codec import Limits
 from dcr_stream.delivery import Delivery, EngineSlot
-from dcr_stream.errors import (
-    AttemptAborted,
-    AttemptFenced,
-    DcrError,
-    PeerLost,
-    StaleEpoch,
-    UsageError,
-)
-from dcr_stream.flow import task_group
+from dcr_stream.errors import AttemptFenced, DcrError, PeerLost, StaleEpoch, UsageError
+from dcr_stream.fences import Fences
 from dcr_stream.interfaces import Engine, Gate, Monitor, NullMonitor, Transport
-from dcr_stream.messages import Announcement, Attempt, Manifest
+from dcr_stream.messages import Announcement, Attempt, CommitRecord, Manifest
 from dcr_stream.protocol import (
     Acked,
     Adopt,
@@ -43,12 +35,13 @@ from dcr_stream.protocol import (
     Restored,
     Stage,
     Staged,
-    Welcome,
 )
+from dcr_stream.running import Running
 from dcr_stream.runtime import Runtime
-from dcr_stream.session import MessageConnection, session
+from dcr_stream.session import MessageConnection, greet, session
 from dcr_stream.staging import Staging, StagingBudget
 from dcr_stream.steps import step
+from dcr_stream.together import every
 
 __all__ = ["NodeRole", "NodeSettings"]
 
@@ -65,20 +58,6 @@ class NodeSettings:
     call_deadline_s: float = 600.0
     join_deadline_s: float = 30.0
     reconnect_s: float = 1.0
-
-
-@dataclass(slots=True)
-class _Running:
-    """The attempt that this node works on."""
-
-    order: Stage
-    scope: CancelScope
-    slots: list[EngineSlot]
-    delivery: Delivery
-    staging: Staging | None = None
-    staged: bool = False
-    begun: bool = False
-    acked: Acked | None = None
 
 
 class NodeRole:
@@ -115,9 +94,9 @@ class NodeRole:
             self.attach(engine, gate)
         self._directory: TensorDirectory | None = None
         self._connection: MessageConnection | None = None
-        self._epoch = -1
-        self._floor = 0
-        self._running: _Running | None = None
+        self._fences = Fences(f"node {name!r}")
+        self._preparing = anyio.Lock()
+        self._running: Running | None = None
         self._early: list[Announcement | Manifest] = []
         self._last_acked: Acked | None = None
         self._last_attempt: Attempt | None = None
@@ -142,26 +121,30 @@ class NodeRole:
                     await self._join(connection)
                     self._connection = connection
                     await anyio.sleep_forever()
-            except PeerLost:
+            except (PeerLost, StaleEpoch):
                 pass
             finally:
                 self._connection = None
-            await self._stop(AttemptAborted("the connection to the coordinator was lost"))
+            await self._stop()
             await anyio.sleep(self._settings.reconnect_s)
 
     async def _join(self, connection: MessageConnection) -> None:
-        versions = [(await slot.state()).version for slot in self._slots.values()]
-        hello = Hello("node", self.name, self.run, self._incarnation, version=max(versions, default=-1))
-        welcome = await connection.call(hello, timeout=self._settings.join_deadline_s)
-        if not isinstance(welcome, Welcome):
-            raise UsageError(f"the coordinator answered a Hello with {type(welcome).__name__}; versions must match")
-        self._check_epoch(welcome.epoch)
+        states: list[EngineState] = []
+
+        async def ask(slot: EngineSlot) -> None:
+            states.append(await slot.state())
+
+        await every(list(self._slots.values()), ask)
+        version = max((state.version for state in states), default=-1)
+        hello = Hello("node", self.name, self.run, self._incarnation, version)
+        welcome = await greet(connection, hello, timeout_s=self._settings.join_deadline_s)
+        self._fences.follow(welcome.epoch)
         if welcome.transport != self._transport_url:
             if self._transport is not None:
                 await self._transport.aclose()
             self._transport, self._transport_url = self._open_transport(welcome.transport), welcome.transport
         if welcome.record is not None:
-            await self._adopt(Adopt(welcome.record))
+            await self._adopt(welcome.record)
 
     async def handle(self, message: Message) -> Message | None:
         """Carry out one message of the coordinator."""
@@ -178,7 +161,8 @@ class NodeRole:
             case Apply():
                 return await self._apply(message)
             case Adopt():
-                return await self._adopt(message)
+                await self._adopt(message.record)
+                return Done()
             case Restored():
                 return await self._restored(message)
             case OpenGates():
@@ -191,20 +175,24 @@ class NodeRole:
     # -- requests, in the order of a transition ---------------------------------------------------------------------
 
     async def _prepare(self, order: Prepare) -> Prepared:
-        self._check_epoch(order.epoch)
+        self._fences.follow(order.epoch)
         directory = TensorDirectory(order.shape.tensors)
-        self._directory = directory
-        states: list[EngineState] = []
-        async with self._step("prepare"):
-            for slot in list(self._slots.values()):
-                states.append(await self._place(slot, order, directory))
-        return Prepared(tuple(states))
+        states: dict[str, EngineState] = {}
+
+        async def ask(slot: EngineSlot) -> None:
+            states[slot.name] = await self._place(slot, order, directory)
+
+        # One at a time: an earlier order whose answer came too late may still be tracing.
+        async with self._preparing, self._step("prepare"):
+            self._directory = directory
+            await every(list(self._slots.values()), ask)
+        return Prepared(tuple(states[name] for name in sorted(states)))
 
     async def _place(self, slot: EngineSlot, order: Prepare, directory: TensorDirectory) -> EngineState:
         """Trace an engine that has no plan for this directory; what is wrong with it becomes its ``problem``."""
         try:
             if not await slot.traced(directory):
-                await slot.gate.close(_closing(order))
+                await slot.gate.close(_closing(order.epoch))
                 await slot.place(order.shape, directory, self._runtime.workers)
             slot.problem = ""
         except DcrError as error:
@@ -212,114 +200,128 @@ class NodeRole:
         return await slot.state()
 
     async def _stage(self, order: Stage) -> Staged:
-        self._check(order.attempt)
+        self._fences.check(order.attempt)
+        await self._stop()
+        self._fences.check(order.attempt)  # a fence may have come meanwhile
         if self._directory is None or self._transport is None:
             raise UsageError("the coordinator ordered staging before prepare; versions must match")
-        await self._stop(AttemptFenced(f"attempt {order.attempt.name} replaces it"))
         slots = [self._slot(name) for name in order.engines]
         delivery = Delivery(order, slots, self._directory, self._runtime.workers, self._settings.block_bytes)
-        with CancelScope() as scope:
-            run = self._running = _Running(order, scope, slots, delivery)
-            async with self._step("stage"), self._transport.open_source(order.attempt, self.name) as source:
-                staging = run.staging = Staging(
-                    order,
-                    source,
-                    self._directory,
-                    secret=self._secret,
-                    budget=self._settings.budget,
-                    limits=self._settings.limits,
-                    workers=self._runtime.workers,
-                )
-                early, self._early = self._early, []
-                for message in early:
-                    self._hear(message)
-                if order.on_arrival:
-                    run.begun = True
-                    await delivery.begin()
-                await staging.run(delivery.apply if order.on_arrival and not delivery.dense else None)
-                run.staged = True
-                return Staged(sum(len(m.payloads) for m in staging.manifests.values()), staging.received_bytes)
-        raise AttemptFenced(f"attempt {order.attempt.name} was fenced while node {self.name!r} staged it")
+        run = self._running = Running(order, slots, delivery)
+        source_of = self._transport.open_source(order.attempt, self.name)
+        async with run.working(), self._step("stage"), source_of as source:
+            staging = run.staging = Staging(
+                order,
+                source,
+                self._directory,
+                secret=self._secret,
+                budget=self._settings.budget,
+                limits=self._settings.limits,
+                workers=self._runtime.workers,
+            )
+            early, self._early = self._early, []
+            for message in early:
+                self._hear(message)
+            if order.on_arrival:
+                await run.begin()
+            await staging.run(delivery.apply if order.on_arrival and not delivery.dense else None)
+            run.staged = True
+        return Staged(sum(len(m.payloads) for m in staging.manifests.values()), staging.received_bytes)
 
     async def _close_gates(self, order: CloseGates) -> Done:
-        self._check(order.attempt)
-        async with self._step("gate"), task_group() as tasks:
-            for name in order.engines:
-                tasks.start_soon(self._slot(name).gate.close, order)
+        self._fences.check(order.attempt)
+        async with self._step("gate"):
+            await every(order.engines, lambda name: self._slot(name).gate.close(order))
         return Done()
 
     async def _apply(self, order: Apply) -> Acked:
-        self._check(order.attempt)
+        self._fences.check(order.attempt)
         run = self._running
-        if run is None or run.order.attempt != order.attempt or not run.staged or run.staging is None:
+        if run is None or run.attempt != order.attempt or not run.staged or run.staging is None:
             raise AttemptFenced(f"attempt {order.attempt.name} is not staged on node {self.name!r}")
         started = self._runtime.clock.monotonic()
-        with CancelScope() as scope:
-            run.scope = scope
-            async with self._step("apply"):
-                if any(slot.gate.serving is not None for slot in run.slots):
-                    raise UsageError(f"attempt {order.attempt.name} may not apply while a gate is open")
-                if not run.begun:
-                    run.begun = True
-                    await run.delivery.begin()
-                if not run.order.on_arrival or run.delivery.dense:
-                    await run.delivery.apply_all(run.staging)
-                await run.delivery.finish(order.expected)
-                states = [await slot.state() for slot in run.slots]
-            run.acked = Acked(
-                engines=tuple(f"{self.name}/{slot.name}" for slot in run.slots),
-                incarnations=tuple(state.incarnation for state in states),
-                manifests=run.staging.digests(),
-                digest_sum=run.delivery.digest_sum,
-                apply_s=self._runtime.clock.monotonic() - started,
-            )
-            self._last_acked, self._last_attempt = run.acked, order.attempt
-            return run.acked
-        raise AttemptFenced(f"attempt {order.attempt.name} was fenced while node {self.name!r} applied it")
+        async with run.working(), self._step("apply"):
+            run.staging.check()
+            await run.begin()
+            if not run.order.on_arrival or run.delivery.dense:
+                await run.delivery.apply_all(run.staging)
+            await run.delivery.finish(order.expected)
+            states = [await slot.state() for slot in run.slots]
+        run.acked = Acked(
+            engines=tuple(f"{self.name}/{slot.name}" for slot in run.slots),
+            incarnations=tuple(state.incarnation for state in states),
+            manifests=run.staging.digests(),
+            digest_sum=run.delivery.digest_sum,
+            apply_s=self._runtime.clock.monotonic() - started,
+        )
+        self._last_acked, self._last_attempt = run.acked, order.attempt
+        return run.acked
 
-    async def _adopt(self, order: Adopt) -> Done:
-        """Adopt the record's version in the engines that it lists and that ACKed exactly what it names."""
-        record = order.record
-        self._check_epoch(record.epoch)
+    async def _adopt(self, record: CommitRecord) -> None:
+        """Adopt the record's version in the engines that it lists and that ACKed exactly what it names.
+
+        An engine that cannot adopt stays closed and is restored; a gate that still serves another version closes.
+        """
+        self._fences.follow(record.epoch)
         acked, attempt = self._last_acked, self._last_attempt
+        named: list[EngineSlot] = []
         if (
             acked is not None
             and attempt is not None
             and (attempt.target, attempt.number) == (record.version, record.attempt)
-            and set(acked.manifests) <= set(record.manifests)
+            and set(acked.manifests) == set(record.manifests)
         ):
-            for slot in self._slots.values():
-                member = f"{self.name}/{slot.name}"
-                if member in record.members and member in acked.engines:
+            listed = set(record.members) & set(acked.engines)
+            named = [slot for slot in self._slots.values() if f"{self.name}/{slot.name}" in listed]
+
+        async def adopt(slot: EngineSlot) -> None:
+            try:
+                if attempt is not None and slot in named:
                     await slot.adopt(attempt, record.version)
-        self._release()
-        return Done()
+                if slot.gate.serving not in (None, record.version):
+                    await slot.gate.close(_closing(record.epoch))
+            except DcrError as error:
+                who = f"node {self.name}"
+                self._monitor.step(who, "adopt failed", seconds=0.0, detail=f"{type(error).__name__}: {error}")
+
+        await every(list(self._slots.values()), adopt)
+        run = self._running
+        if run is not None and (run.attempt.epoch, run.attempt.number) < (
+            record.epoch,
+            record.attempt_floor,
+        ):
+            self._release(run)
 
     async def _restored(self, order: Restored) -> Done:
-        self._check(order.attempt)
+        self._fences.check(order.attempt)
         run = self._running
-        if run is None or run.order.attempt != order.attempt or run.acked is None:
+        if run is None or run.attempt != order.attempt or run.acked is None:
             raise AttemptFenced(f"attempt {order.attempt.name} did not end on node {self.name!r}")
-        for slot in run.slots:
-            await slot.adopt(order.attempt, order.attempt.target)
-        self._release()
+        await every(run.slots, lambda slot: slot.adopt(order.attempt, order.attempt.target))
+        self._release(run)
         return Done()
 
     async def _open_gates(self, order: OpenGates) -> Done:
-        self._check_epoch(order.epoch)
+        self._fences.follow(order.epoch)
+        run = self._running
+        writing = run.slots if run is not None and run.begun else []
+
+        async def open_at(slot: EngineSlot) -> None:
+            state = await slot.state()
+            if state.mark == "clean" and state.version == order.version and slot not in writing:
+                await slot.gate.open(order.version)
+
         async with self._step("open"):
-            for slot in self._slots.values():
-                state = await slot.state()
-                if state.mark == "clean" and state.version == order.version:
-                    await slot.gate.open(order.version)
+            await every(list(self._slots.values()), open_at)
         return Done()
 
     async def _fence(self, order: Fence) -> Done:
-        self._check_epoch(order.epoch)
-        self._floor = max(self._floor, order.floor)
+        self._fences.follow(order.epoch)
+        self._fences.raise_floor(order.floor)
         run = self._running
-        if run is not None and run.order.attempt.number < self._floor:
-            await self._stop(AttemptFenced(f"attempt {run.order.attempt.name} was fenced"))
+        if run is not None and self._fences.void(run.attempt):
+            await self._stop()
+        self._early = [message for message in self._early if not self._fences.void(_attempt_of(message))]
         return Done()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -327,8 +329,8 @@ class NodeRole:
     def _hear(self, message: Announcement | Manifest) -> None:
         """An announcement or manifest; those that come before their attempt's order wait for it."""
         run = self._running
-        attempt = message.id.attempt if isinstance(message, Announcement) else message.attempt
-        if run is not None and run.staging is not None and run.order.attempt == attempt:
+        attempt = _attempt_of(message)
+        if run is not None and run.staging is not None and run.attempt == attempt:
             try:
                 if isinstance(message, Announcement):
                     run.staging.announce(message)
@@ -336,26 +338,19 @@ class NodeRole:
                     run.staging.manifest(message)
             except DcrError as error:
                 run.staging.fail(error)
-        elif attempt.number >= self._floor and attempt.epoch >= self._epoch and len(self._early) < _EARLY:
+        elif not self._fences.void(attempt) and len(self._early) < _EARLY:
             self._early.append(message)
 
-    async def _stop(self, why: DcrError) -> None:
+    async def _stop(self) -> None:
         """Cancel the running attempt and wait until nothing of it writes any more."""
-        run = self._running
-        if run is not None:
-            run.scope.cancel(str(why))
-            # Calls to engines are shielded from cancellation: they end by themselves, within the call deadline.
-            for slot in run.slots:
-                await slot.quiet()
-        self._release()
+        if (run := self._running) is not None:
+            await run.stop()
+            self._release(run)
 
-    def _release(self) -> None:
-        run, self._running = self._running, None
-        if run is not None and run.staging is not None:
-            run.staging.close()
-        self._early = [
-            m for m in self._early if (m.id.attempt if isinstance(m, Announcement) else m.attempt).number >= self._floor
-        ]
+    def _release(self, run: Running) -> None:
+        if self._running is run:
+            self._running = None
+        run.close()
 
     def _slot(self, name: str) -> EngineSlot:
         try:
@@ -363,23 +358,14 @@ class NodeRole:
         except KeyError:
             raise PeerLost(f"node {self.name!r} has no engine {name!r} any more") from None
 
-    def _check(self, attempt: Attempt) -> None:
-        self._check_epoch(attempt.epoch)
-        if attempt.number < self._floor:
-            raise AttemptFenced(f"attempt {attempt.name} is below the fence at {self._floor}")
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise StaleEpoch(
-                f"node {self.name!r} follows epoch {self._epoch}; epoch {epoch} was replaced and must stop"
-            )
-        self._epoch = epoch
-
     def _step(self, name: str) -> AbstractAsyncContextManager[None]:
         return step(self._monitor, self._runtime.clock, f"node {self.name}", name)
 
 
-def _closing(order: Prepare) -> CloseGates:
-    """How a gate is closed for tracing: the engine holds no version that could serve."""
-    attempt = Attempt("", -1, 0, order.epoch)
-    return CloseGates(attempt, (), "async", 30.0, "wait", "keep")
+def _closing(epoch: int) -> CloseGates:
+    """How a gate is closed whose engine may not serve what it holds: at once, waiting for no request."""
+    return CloseGates(Attempt("", -1, 0, epoch), (), "async", 0.0, "keep", "keep")
+
+
+def _attempt_of(message: Announcement | Manifest) -> Attempt:
+    return message.id.attempt if isinstance(message, Announcement) else message.attempt

@@ -7,30 +7,36 @@ giving up, and for advancing the trackers after the commit (``docs/design/protoc
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import anyio
 from anyio import CancelScope
 
 from dcr_stream.baseline import Part, parts_of
 from dcr_stream.capture import Candidate, CaptureSettings, capture, records_for, total
-from dcr_stream.codec import manifest_digest, seal_manifest, seal_payload
+from dcr_stream.codec import manifest_digest
 from dcr_stream.delta import CodedBucket, Shard, Trackers
-from dcr_stream.errors import AttemptFenced, CaptureError, PeerLost, StaleEpoch, TransitionAbandoned, UsageError
-from dcr_stream.flow import Pipeline, execute
+from dcr_stream.errors import (
+    AttemptFenced,
+    CaptureError,
+    DcrError,
+    PeerLost,
+    StaleEpoch,
+    TransitionAbandoned,
+    TransportError,
+    UsageError,
+)
+from dcr_stream.fences import Fences
+from dcr_stream.flow import Pipeline
 from dcr_stream.interfaces import Monitor, NullMonitor, Source, Transport
 from dcr_stream.messages import (
     Announcement,
     Attempt,
     CommitRecord,
     Manifest,
-    ManifestEntry,
     OwnedRegion,
-    PayloadId,
-    PayloadKind,
     Sum,
 )
 from dcr_stream.protocol import (
@@ -44,15 +50,14 @@ from dcr_stream.protocol import (
     StateSums,
     Stream,
     SumsRequest,
-    Welcome,
 )
 from dcr_stream.runtime import Runtime
-from dcr_stream.session import MessageConnection, session
+from dcr_stream.sending import send_records
+from dcr_stream.session import MessageConnection, greet, session
 from dcr_stream.steps import step
+from dcr_stream.together import gravest
 
 __all__ = ["Outcome", "OwnerRole", "OwnerSettings"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +113,14 @@ class OwnerRole:
         self._sums: dict[int, Sum] = {}
         self._candidate: Candidate | None = None
         self._offer: Offer | None = None
+        self._offered = False
         self._manifests: dict[str, Attempt] = {}
+        self._sent: set[Attempt] = set()
         self._sending: dict[Attempt, tuple[CancelScope, anyio.Event]] = {}
         self._transport: Transport | None = None
         self._transport_url = ""
         self._connection: MessageConnection | None = None
-        self._epoch, self._floor = -1, 0
+        self._fences = Fences(f"owner {name!r}")
         self._settled = anyio.Event()
         self._settled.set()
         self._joined = anyio.Event()
@@ -145,24 +152,29 @@ class OwnerRole:
         Nothing is offered yet: all training ranks agree first, then call ``offer`` or ``drop``.
 
         Raises:
-            CaptureError: a stage altered records, or the pending set does not fit. Trackers are unchanged.
+            CaptureError: a stage altered records, the pending set does not fit, or the committed version changed
+                meanwhile. Trackers are unchanged.
             UsageError: the last transition has not ended.
         """
         if self._candidate is not None:
             raise UsageError(f"owner {self.name!r}: the last transition has not ended; wait before refitting again")
         clock, started = self._runtime.clock, self._runtime.clock.monotonic()
+        trackers, version = self._trackers, self.version
         async with self._step("capture"):
             candidate = await capture(
                 self._source,
                 self._parts,
-                self._trackers,
+                trackers,
                 self._sums,
                 self._front,
                 runtime=self._runtime,
                 monitor=self._monitor,
                 settings=self._settings.capture,
             )
-        self._candidate, self._settled = candidate, anyio.Event()
+        if self._candidate is not None or trackers is not self._trackers or version != self.version:
+            candidate.pending.discard()
+            raise CaptureError(f"owner {self.name!r} was brought to another version while it captured; capture again")
+        self._candidate, self._settled, self._offered = candidate, anyio.Event(), False
         self._offer = Offer(
             candidate=candidate.digest,
             kind="dense" if candidate.filled is not None else "delta",
@@ -179,8 +191,9 @@ class OwnerRole:
         """Offer the captured candidate to the coordinator; repeated by itself when a coordinator returns."""
         if self._offer is None:
             raise UsageError(f"owner {self.name!r} has captured nothing to offer; call capture first")
+        self._offered = True
         if self._connection is not None:
-            with suppress(PeerLost):  # the next Hello repeats it
+            with suppress(PeerLost):  # repeated after the next Hello
                 await self._connection.notify(self._offer)
 
     def drop(self, error: TransitionAbandoned | None = None) -> None:
@@ -188,6 +201,7 @@ class OwnerRole:
         if self._candidate is not None:
             self._candidate.pending.discard()
             self._candidate = self._offer = None
+            self._offered = False
             if error is not None:
                 self.last = Outcome(self.version, error)
         self._settled.set()
@@ -201,23 +215,21 @@ class OwnerRole:
                 async with session(self._runtime.network, address, self.handle) as connection:
                     await self._join(connection)
                     await anyio.sleep_forever()
-            except PeerLost:
+            except (PeerLost, StaleEpoch):
                 pass
             finally:
                 self._connection = None
-                self._joined = anyio.Event()
+                if self._joined.is_set():  # those who wait already must see the next one
+                    self._joined = anyio.Event()
             await anyio.sleep(self._settings.reconnect_s)
 
     async def _join(self, connection: MessageConnection) -> None:
         shape = Shape(
             self._source.directory.tensors, tuple(OwnedRegion(part.tensor, part.region) for part in self._parts)
         )
-        offered = self._offer
-        hello = Hello("owner", self.name, self.run, self._incarnation, self.version, shape, offered)
-        welcome = await connection.call(hello, timeout=self._settings.join_deadline_s)
-        if not isinstance(welcome, Welcome):
-            raise UsageError(f"the coordinator answered a Hello with {type(welcome).__name__}; versions must match")
-        self._check_epoch(welcome.epoch)
+        hello = Hello("owner", self.name, self.run, self._incarnation, self.version, shape)
+        welcome = await greet(connection, hello, timeout_s=self._settings.join_deadline_s)
+        self._fences.follow(welcome.epoch)
         if welcome.transport != self._transport_url:
             if self._transport is not None:
                 await self._transport.aclose()
@@ -226,7 +238,8 @@ class OwnerRole:
             await self._adopt(welcome.record)
         self._connection = connection
         self._joined.set()
-        if self._offer is not None and offered is None:
+        # Only now: the record may have settled what was on offer.
+        if self._offered:
             await self.offer()
 
     async def handle(self, message: Message) -> Message | None:
@@ -254,11 +267,10 @@ class OwnerRole:
 
     async def _stream(self, order: Stream) -> Manifest:
         attempt = order.attempt
-        self._check_epoch(attempt.epoch)
-        if attempt.number < self._floor:
-            raise AttemptFenced(f"attempt {attempt.name} is below the fence at {self._floor}")
+        self._fences.check(attempt)
         if self._transport is None:
             raise UsageError(f"owner {self.name!r} was ordered to send before it was welcomed; versions must match")
+        self._sent.add(attempt)
         with CancelScope() as scope:
             ended = anyio.Event()
             self._sending[attempt] = scope, ended
@@ -267,50 +279,39 @@ class OwnerRole:
                     manifest = await self._send(order, self._transport)
                 self._manifests[manifest_digest(manifest)] = attempt
                 return manifest
+            except ExceptionGroup as group:
+                raise gravest(group) from group
             finally:
                 del self._sending[attempt]
                 ended.set()
         raise AttemptFenced(f"attempt {attempt.name} was fenced while owner {self.name!r} sent it")
 
     async def _send(self, order: Stream, transport: Transport) -> Manifest:
-        attempt, entries, elements, digests = order.attempt, list[ManifestEntry](), 0, 0
-        kind: PayloadKind = "dense" if order.kind in ("dense", "restore") else "delta"
         directory = self._source.directory
         records = records_for(
             order, self._parts, self._trackers, self._candidate, directory, self._settings.piece_bytes
         )
-        async with self._weights, transport.open_sink(attempt, self.name) as sink:
 
-            async def deliver(coded: CodedBucket) -> None:
-                nonlocal elements, digests
-                id = PayloadId(attempt, self.name, len(entries))
-                payload = await self._runtime.workers.run(
-                    seal_payload,
-                    coded,
-                    id=id,
-                    base=order.base,
-                    kind=kind,
-                    directory=directory.digest,
-                    secret=self._secret,
-                )
-                await sink.send(payload)
-                if self._connection is None:
-                    raise PeerLost(f"owner {self.name!r} lost the coordinator while sending {attempt.name}")
-                await self._connection.notify(Announcement(id, payload.nbytes, payload.seal))
-                entries.append(ManifestEntry(id.sequence, payload.nbytes, payload.seal))
-                elements += sum(item.count for item in coded.items)
-                digests = (digests + sum(item.digest for item in coded.items)) & 0xFFFF_FFFF_FFFF_FFFF
+        async def announce(announcement: Announcement) -> None:
+            if self._connection is None:
+                raise PeerLost(f"owner {self.name!r} lost the coordinator while sending {order.attempt.name}")
+            await self._connection.notify(announcement)
 
-            await execute(
+        # Complete tensors are read from the trackers, which must not advance meanwhile.
+        async with self._weights, transport.open_sink(order.attempt, self.name) as sink:
+            return await send_records(
+                order,
+                self.name,
+                records,
                 self._back,
-                self._in_worker(records),
-                deliver,
+                sink,
+                announce,
+                directory=directory.digest,
+                secret=self._secret,
                 runtime=self._runtime,
                 monitor=self._monitor,
                 limits=self._settings.capture.channel,
             )
-        manifest = Manifest(attempt, self.name, tuple(entries), elements, digests)
-        return seal_manifest(manifest, self._secret)
 
     async def _adopt(self, record: CommitRecord) -> None:
         """Advance if the record commits what this owner sent; anything else leaves trackers and candidate alone.
@@ -318,73 +319,70 @@ class OwnerRole:
         Raises:
             UsageError: the record is older than this owner.
         """
-        self._check_epoch(record.epoch)
+        self._fences.follow(record.epoch)
         if record.version < self.version:
             raise UsageError(
                 f"the commit record is at version {record.version}, owner {self.name!r} at {self.version}; "
                 "versions never go back: give the coordinator the run's own commit store"
             )
-        candidate = self._candidate
-        mine = [self._manifests[d] for d in record.manifests if d in self._manifests]
-        if record.version == self.version:
-            return
-        if candidate is None or not mine:
-            if self.version >= 0:
-                # The run went on without this owner: what it holds is no version to compare with any more.
-                self._trackers, self._sums, self.version = None, {}, -1
-                self.drop(TransitionAbandoned(f"version {record.version} was committed without owner {self.name!r}"))
-            return
         # Shielded: trackers that have advanced without the version would be advanced twice.
         with CancelScope(shield=True):
-            async with self._step("advance"), self._weights:
-                if candidate.filled is not None:
-                    self._trackers = candidate.filled
-                else:
-                    assert self._trackers is not None
+            async with self._weights:
+                await self._follow(record)
+        self._fences.raise_floor(record.attempt_floor)
+        await self._discard()
+
+    async def _follow(self, record: CommitRecord) -> None:
+        candidate = self._candidate
+        if record.version == self.version:
+            return
+        if candidate is None or not any(digest in self._manifests for digest in record.manifests):
+            if self.version >= 0:
+                # The run went on without this owner: what it holds is no version to compare with any more.
+                self._forget(f"version {record.version} was committed without owner {self.name!r}")
+            return
+        async with self._step("advance"):
+            if candidate.filled is not None:
+                self._trackers = candidate.filled
+            else:
+                assert self._trackers is not None
+                try:
                     await self._runtime.workers.run(candidate.pending.advance, self._trackers)
-                self._sums, self.version = candidate.sums, record.version
+                except (DcrError, MemoryError) as error:
+                    self._forget(f"owner {self.name!r} could not advance to version {record.version}: {error}")
+                    raise
+            self._sums, self.version = candidate.sums, record.version
         self.last = Outcome(self.version)
         self._manifests.clear()
         self.drop()
-        await self._discard(mine)
+
+    def _forget(self, why: str) -> None:
+        """Hold no version any more: the next candidate is dense."""
+        self._trackers, self._sums, self.version = None, {}, -1
+        self.drop(TransitionAbandoned(f"{why}; the next refit sends everything"))
 
     async def _fence(self, order: Fence) -> Done:
-        self._check_epoch(order.epoch)
-        self._floor = max(self._floor, order.floor)
-        fenced = [attempt for attempt in self._sending if attempt.number < self._floor]
-        ends = [self._sending[attempt] for attempt in fenced]
-        for scope, ended in ends:
+        self._fences.follow(order.epoch)
+        self._fences.raise_floor(order.floor)
+        for attempt in [attempt for attempt in self._sending if self._fences.void(attempt)]:
+            scope, ended = self._sending[attempt]
             scope.cancel()
             await ended.wait()
-        old = [attempt for attempt in self._manifests.values() if attempt.number < self._floor]
-        self._manifests = {d: a for d, a in self._manifests.items() if a.number >= self._floor}
-        await self._discard([*fenced, *old])
+        self._manifests = {d: a for d, a in self._manifests.items() if not self._fences.void(a)}
         if order.forget:
-            self._trackers, self._sums, self.version = None, {}, -1
+            self._forget("read-back accused the owners")
         if order.abandon:
             self.drop(TransitionAbandoned("every attempt failed; the next delta contains this one's changes"))
+        await self._discard()
         return Done()
 
-    async def _discard(self, attempts: Sequence[Attempt]) -> None:
-        for attempt in attempts:
+    async def _discard(self) -> None:
+        """Free what was sent in void attempts; a transport that does not answer now is asked again later."""
+        for attempt in [attempt for attempt in self._sent if self._fences.void(attempt)]:
             if self._transport is not None:
-                await self._transport.discard(attempt)
-
-    async def _in_worker(self, items: Iterator[T]) -> AsyncIterator[T]:
-        """Iterate in worker threads: each step gathers bits from trackers or reads a spill file."""
-        end = object()
-        while True:
-            item = await self._runtime.workers.run(next, items, end)
-            if item is end:
-                return
-            yield item  # type: ignore[misc]  # `next` returns an item or `end`
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise StaleEpoch(
-                f"owner {self.name!r} follows epoch {self._epoch}; the coordinator of epoch {epoch} was replaced"
-            )
-        self._epoch = epoch
+                with suppress(TransportError):
+                    await self._transport.discard(attempt)
+                    self._sent.discard(attempt)
 
     def _step(self, name: str) -> AbstractAsyncContextManager[None]:
         return step(self._monitor, self._runtime.clock, f"owner {self.name}", name)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dcr_stream.attempt import every
 from dcr_stream.canonical import TensorDirectory
 from dcr_stream.capture import total
 from dcr_stream.codec import add_sums
-from dcr_stream.errors import PeerLost, UsageError
+from dcr_stream.errors import ControlError, DcrError, PeerLost, StaleEpoch, UsageError
+from dcr_stream.interfaces import Monitor
 from dcr_stream.leadership import Leadership
 from dcr_stream.messages import CommitRecord, Sum
 from dcr_stream.peers import Peer, Receiving, TransitionSettings
@@ -19,6 +19,7 @@ from dcr_stream.protocol import (
     Done,
     EngineState,
     Fence,
+    Message,
     OpenGates,
     Prepare,
     Prepared,
@@ -26,6 +27,7 @@ from dcr_stream.protocol import (
     StateSums,
     SumsRequest,
 )
+from dcr_stream.together import every
 
 __all__ = ["Participants", "pick"]
 
@@ -40,7 +42,8 @@ def pick(receiving: Iterable[Receiving], wanted: Callable[[EngineState], bool]) 
 class Participants:
     """Owners and nodes of one transition.
 
-    ``owners`` made the offers; ``nodes`` is the coordinator's live table. ``skip``: tensors that an owner leaves to
+    ``owners`` made the offers; ``current`` (owners) and ``nodes`` are the coordinator's live tables, where those who
+    were lost come back. ``skip``: tensors that an owner leaves to
     another. ``left_out``: engines (``node/engine``) that could not be restored and wait for the next transition.
     """
 
@@ -48,13 +51,18 @@ class Participants:
     shape: Shape
     directory: TensorDirectory
     owners: dict[str, Peer]
+    current: dict[str, Peer]
     nodes: dict[str, Peer]
     skip: dict[str, tuple[int, ...]]
     settings: TransitionSettings
+    monitor: Monitor
     left_out: set[str] = field(default_factory=set)
 
     async def prepare(self, everything: bool = False) -> list[Receiving]:
-        """Ask all nodes; engines that are lost, refused or left out are dropped unless ``everything`` is asked for."""
+        """Ask all nodes; engines that are lost, refused or left out are dropped unless ``everything`` is asked for.
+
+        A node that does not answer in time holds nobody: it is left out until it does.
+        """
         order = Prepare(self.shape, self.lead.epoch, self.lead.record)
         found: list[Receiving] = []
 
@@ -62,7 +70,10 @@ class Participants:
             node.fresh = False
             try:
                 prepared = await node.ask(order, Prepared, timeout_s=self.settings.prepare_deadline_s)
-            except PeerLost:
+            except StaleEpoch:
+                raise
+            except DcrError as error:
+                self.report(f"prepare of node {node.name!r} failed", error)
                 return
             engines = [
                 e
@@ -121,43 +132,51 @@ class Participants:
             state = add_sums(state, total(answer.sums))
         return state
 
-    async def adopt(self, record: CommitRecord, receiving: Iterable[Receiving]) -> None:
-        """Tell owners and receivers of the joint commit; a role that is gone settles when it comes back."""
+    async def adopt(self, record: CommitRecord) -> None:
+        """Tell everybody of the joint commit; nodes that took no part close gates that serve an older version.
 
-        async def tell(peer: Peer) -> None:
-            try:
-                await peer.ask(Adopt(record), Done, timeout_s=self.settings.advance_deadline_s)
-            except PeerLost:
-                return
-            if peer.hello.role == "owner":
-                peer.offer = None
-
-        await every([*self.owners.values(), *(r.node for r in receiving)], tell)
+        Nothing here can undo the commit: a role that is gone or does not answer settles when it comes back.
+        """
+        for owner in {*self.owners.values(), *self.current.values()}:
+            owner.offer = None  # now, not after the answer: the next offer may come before that
+        order, deadline_s = Adopt(record), self.settings.advance_deadline_s
+        await every(self._everybody(), lambda peer: self._tell(peer, order, deadline_s))
 
     async def fence(self, floor: int, *, abandon: bool, forget: bool) -> None:
-        """Tell everybody that attempts below ``floor`` are void; returns when nothing of them writes any more."""
+        """Tell everybody that attempts below ``floor`` are void; returns when nothing of them writes any more.
+
+        Whoever does not confirm in time is cut off, and comes back once it is quiet.
+        """
+        if abandon:
+            for owner in {*self.owners.values(), *self.current.values()}:
+                owner.offer = None
         order = Fence(self.lead.epoch, floor, abandon, forget)
-
-        async def tell(peer: Peer) -> None:
-            try:
-                await peer.ask(order, Done, timeout_s=self.settings.apply_deadline_s)
-            except PeerLost:
-                return
-            if abandon and peer.hello.role == "owner":
-                peer.offer = None
-
-        await every([*self.owners.values(), *self.nodes.values()], tell)
+        deadline_s = self.settings.apply_deadline_s
+        await every(self._everybody(), lambda peer: self._tell(peer, order, deadline_s))
 
     async def open_gates(self) -> None:
-        """Open every engine that is clean at the committed version."""
+        """Open every engine that is clean at the committed version; one that does not open stays out of service."""
         if self.lead.version < 0:
             return
         order = OpenGates(self.lead.version, self.lead.epoch)
+        deadline_s = self.settings.gate_deadline_s
+        await every(list(self.nodes.values()), lambda node: self._tell(node, order, deadline_s))
 
-        async def open_at(node: Peer) -> None:
-            try:
-                await node.ask(order, Done, timeout_s=self.settings.gate_deadline_s)
-            except PeerLost:
-                return
+    def report(self, what: str, error: DcrError) -> None:
+        """Tell the monitor what went wrong and need not stop the transition."""
+        self.monitor.step("coordinator", what, seconds=0.0, detail=f"{type(error).__name__}: {error}")
 
-        await every(list(self.nodes.values()), open_at)
+    def _everybody(self) -> set[Peer]:
+        return {*self.owners.values(), *self.current.values(), *self.nodes.values()}
+
+    async def _tell(self, peer: Peer, message: Message, deadline_s: float) -> None:
+        try:
+            await peer.ask(message, Done, timeout_s=deadline_s)
+        except StaleEpoch:
+            raise
+        except PeerLost:
+            return
+        except DcrError as error:
+            self.report(f"{type(message).__name__} at {peer.hello.role} {peer.name!r} failed", error)
+            if isinstance(error, ControlError):
+                await peer.cut_off()

@@ -69,6 +69,11 @@ class Peer:
             )
         return reply
 
+    async def cut_off(self) -> None:
+        """Close its link: it counts as gone, and dials again once nothing of it runs any more."""
+        self.gone = True
+        await self.connection.link.aclose()
+
 
 @dataclass(slots=True)
 class Receiving:

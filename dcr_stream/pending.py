@@ -49,7 +49,7 @@ class _Held:
     count: int
     index_dtype: str
     width: int
-    arrays: tuple[Indices, Words] | None
+    arrays: tuple[Words, Words] | None
     offset: int = -1
 
 
@@ -101,6 +101,8 @@ class PendingSet:
         self._hash.update(positions.tobytes())
         self._hash.update(differences.tobytes())
         kept = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.int64)
+        if differences.base is not None:
+            differences = differences.copy()  # a view would keep all of its shard's differences alive, uncounted
         held = _Held(
             name=record.name,
             tensor=record.tensor,
@@ -116,7 +118,7 @@ class PendingSet:
         self._by_key.setdefault(baseline_key(record), []).append(held)
         size = kept.nbytes + differences.nbytes
         if self.memory_bytes + size > self._limit:
-            views = (memoryview(np.ascontiguousarray(a)).cast("B") for a in (kept, differences))
+            views = (np.ascontiguousarray(a).data.cast("B") for a in (kept, differences))
             held.offset = self._spill.append(views)
             held.arrays = None
         else:

@@ -82,7 +82,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of an owner or a node. ``offer`` repeats what has not been settled yet."""
+    """First message of an owner or a node; an owner's outstanding ``Offer`` follows once it has read the record."""
 
     role: Literal["owner", "node"]
     name: str
@@ -90,7 +90,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     incarnation: str
     version: int = -1
     shape: Shape | None = None
-    offer: Offer | None = None
     protocol: int = PROTOCOL
 
 

@@ -146,6 +146,8 @@ class Receiver:
         self._attempt: Attempt | None = None
         self._begin: Begin | None = None
         self._relative = False
+        self._finished = False
+        self._newest = (-1, -1)
         self._applied: set[tuple[str, int]] = set()
         self._directory: TensorDirectory | None = None
         self._plan: PlacementPlan | None = None
@@ -189,18 +191,31 @@ class Receiver:
 
     def lose_base(self, reason: str) -> None:
         """Say that the weights are gone (sleep, reload): the next transition restores this receiver densely."""
-        self._mark, self._version, self._attempt, self._plan = "empty", -1, None, None
+        self._forget()
+        self._plan = None
+
+    def _forget(self) -> None:
+        """Hold no version, and let no attempt go on: nothing that was applied before counts."""
+        self._abort_session()
+        self._mark, self._version, self._attempt = "empty", -1, None
+        self._begin, self._finished = None, False
+
+    def _abort_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.abort()
 
     def _failed(self, error: Exception) -> ReceiverReply:
-        if self._session is not None and not isinstance(error, AttemptFenced):
-            self._session.abort()
-            self._session = None
+        if not isinstance(error, AttemptFenced):
+            # What failed half-way is not known: the attempt cannot go on here, another one has to begin.
+            self._begin, self._finished = None, False
+            self._abort_session()
         kind = type(error).__name__ if isinstance(error, DcrError) else "ApplyError"
         text = str(error) if isinstance(error, DcrError) else f"{type(error).__name__}: {error}"
         return ReceiverReply(error=kind, text=f"{self.name}: {text}")
 
     def _do_trace(self, args: Trace) -> Traced:
-        self._mark, self._version, self._attempt = "empty", -1, None
+        self._forget()
         self._directory = TensorDirectory(args.tensors)
         self._plan = trace(self._loader, self._directory)
         self._storage = StorageMap(self._loader)
@@ -215,22 +230,30 @@ class Receiver:
 
     def _do_begin(self, args: Begin) -> None:
         self._placed()
-        if self._attempt is not None and (args.attempt.epoch, args.attempt.number) < (
-            self._attempt.epoch,
-            self._attempt.number,
-        ):
-            raise AttemptFenced(f"attempt {args.attempt.name} is older than {self._attempt.name}; start a new attempt")
-        if self._session is not None:
-            self._session.abort()
-            self._session = None
-        self._begin, self._applied = args, set()
+        self._start(args)
+        if self._mark in ("empty", "quarantined") or (self._mark == "clean" and self._version != args.base):
+            self._begin = None
+            raise VersionMismatch(
+                f"attempt {args.attempt.name} changes version {args.base}, but this receiver is {self._mark} "
+                f"(version {self._version}); it must be restored"
+            )
+
+    def _start(self, args: Begin) -> None:
+        order = args.attempt.epoch, args.attempt.number
+        if order < self._newest:
+            raise AttemptFenced(f"attempt {args.attempt.name} is older than one begun here; start a new attempt")
+        self._newest = order
+        self._abort_session()
+        self._begin, self._applied, self._finished = args, set(), False
         self._relative = self._mark == "clean" and self._version == args.base
-        if self._mark == "clean":
-            self._attempt = args.attempt
 
     def _do_apply(self, args: Block) -> Applied:
         directory, plan, storage = self._placed()
         begin = self._running(args.attempt)
+        if begin.kind not in ("delta", "revert"):
+            raise UntracedPath(
+                f"attempt {begin.attempt.name} is a dense load; its tensors go through the native loader"
+            )
         with open_block(args.name, args.nbytes) as view:
             opened = unpack_block(view, self._limits)
             header = opened.header
@@ -250,8 +273,8 @@ class Receiver:
                 self._check_allowed(item, directory, plan)
             storage.check(plan.identity)
             fresh = (header.owner, header.sequence) not in self._applied
-            if fresh:
-                self._mark, self._attempt = "dirty", begin.attempt
+            if fresh and items:
+                self._mark, self._attempt, self._finished = "dirty", begin.attempt, False
             sums: list[dict[int, list[int]]] = []
             for item, columns in items:
                 if plan.classes[item.tensor] != "mapped":
@@ -280,7 +303,8 @@ class Receiver:
             )
 
     def _do_load_begin(self, args: Begin) -> None:
-        self._do_begin(args)
+        self._placed()
+        self._start(args)
         self._mark, self._attempt = "dirty", args.attempt
         self._session = self._loader.open_session()
 
@@ -324,6 +348,7 @@ class Receiver:
         self._loader.refresh()
         self._loader.synchronize()
         storage.check(plan.identity)
+        self._finished = self._begin is not None
 
     def _do_full_sums(self, args: FullSums) -> Sums:
         _, plan, storage = self._placed()
@@ -333,7 +358,8 @@ class Receiver:
     def _do_adopt(self, args: AdoptVersion) -> None:
         if self._mark == "clean" and self._version == args.version:
             return
-        if self._begin is None or self._begin.attempt != args.attempt or self._mark == "quarantined":
+        begin = self._begin
+        if begin is None or begin.attempt != args.attempt or not self._finished or self._mark == "quarantined":
             raise VersionMismatch(
                 f"version {args.version} was committed by attempt {args.attempt.name}, which this receiver "
                 f"({self._mark}) did not finish; it must be restored"
@@ -341,7 +367,7 @@ class Receiver:
         self._mark, self._version, self._attempt, self._begin = "clean", args.version, args.attempt, None
 
     def _do_quarantine(self, args: Quarantine) -> None:
-        self._mark = "quarantined"
+        self._mark, self._begin = "quarantined", None
 
     def _running(self, attempt: Attempt) -> Begin:
         if self._begin is None or self._begin.attempt != attempt:

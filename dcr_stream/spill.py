@@ -16,6 +16,8 @@ __all__ = ["SpillFile"]
 class SpillFile:
     """Append-only, at most ``limit_bytes`` in ``folder``; mode 0600 and unlinked as soon as it is open (POSIX).
 
+    One caller appends at a time; reading may go on meanwhile.
+
     ``error`` is the class raised when there is no folder, no room within the limit, or no space on the disk;
     ``remedy`` ends its message.
     """
@@ -53,11 +55,19 @@ class SpillFile:
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes from ``offset`` on."""
         if self._file is None:
-            raise self._error(f"{self._what} was spilled and is closed already")
-        data = os.pread(self._file.fileno(), size, offset)
-        while len(data) < size:
-            data += os.pread(self._file.fileno(), size - len(data), offset + len(data))
-        return data
+            raise self._error(f"{self._what} was spilled and is closed already; start again")
+        data = bytearray()
+        try:
+            while len(data) < size:
+                part = os.pread(self._file.fileno(), size - len(data), offset + len(data))
+                if not part:
+                    raise OSError(f"{size - len(data):,} bytes are missing")
+                data += part
+        except OSError as error:
+            raise self._error(
+                f"{self._what} cannot be read back from {self._folder}: {error.strerror or error}; {self._remedy}"
+            ) from error
+        return bytes(data)
 
     def close(self) -> None:
         """Give the space back. Idempotent."""

@@ -19,6 +19,7 @@ from dcr_stream.interfaces import PayloadSource, Workers
 from dcr_stream.messages import Announcement, Manifest, PayloadId
 from dcr_stream.protocol import Stage
 from dcr_stream.spill import SpillFile
+from dcr_stream.together import gravest
 
 __all__ = ["StagedPayload", "Staging", "StagingBudget"]
 
@@ -86,12 +87,19 @@ class Staging:
             error=StagingFull,
             remedy="raise the staging budget, or name a spill folder with space",
         )
+        self._spilling = anyio.Lock()
         self._failure: Exception | None = None
+        self._scope = anyio.CancelScope()
 
     def fail(self, error: Exception) -> None:
-        """Let ``run`` raise ``error``."""
-        self._failure = error
-        self._notify()
+        """Let ``run`` raise ``error`` at once, also when it waits for payloads; or ``check``, when it has ended."""
+        self._failure = self._failure or error
+        self._scope.cancel()
+
+    def check(self) -> None:
+        """Raise what was found wrong with the attempt, if anything was, also after it was complete."""
+        if self._failure is not None:
+            raise self._failure
 
     def announce(self, announcement: Announcement) -> None:
         """A payload is ready. A repeated announcement is ignored; one that contradicts the first raises.
@@ -126,6 +134,10 @@ class Staging:
         verify_manifest(manifest, self._secret)
         if manifest.attempt != self.order.attempt or manifest.owner not in self.order.owners:
             raise MalformedPayload(f"the manifest of {manifest.owner!r} belongs to attempt {manifest.attempt.name}")
+        if [entry.sequence for entry in manifest.payloads] != list(range(len(manifest.payloads))):
+            raise MalformedPayload(
+                f"the manifest of {manifest.owner!r} in {manifest.attempt.name} skips or repeats payloads"
+            )
         if self.manifests.setdefault(manifest.owner, manifest) != manifest:
             raise MalformedPayload(f"owner {manifest.owner!r} sent two different manifests in {manifest.attempt.name}")
         self._notify()
@@ -138,6 +150,14 @@ class Staging:
             StagingFull: out of memory budget and spill space.
             TransportError: as the transport says.
         """
+        with self._scope:
+            try:
+                await self._run(on_payload)
+            except ExceptionGroup as group:
+                raise gravest(group) from group
+        self.check()
+
+    async def _run(self, on_payload: Callable[[OpenedPayload], Awaitable[None]] | None) -> None:
         turn = anyio.Lock()
         slots = anyio.Semaphore(self._budget.fetches)
 
@@ -145,7 +165,7 @@ class Staging:
             try:
                 body = await self._source.fetch(announcement)
                 opened = await self._workers.run(self._verify, announcement, body)
-                await self._workers.run(self._keep, announcement, body, opened)
+                await self._keep(announcement, body, opened)
                 if on_payload is not None:
                     async with turn:
                         await on_payload(opened)
@@ -194,9 +214,10 @@ class Staging:
 
     def _complete(self) -> bool:
         """Whether exactly the payloads that the manifests list are staged."""
-        if self._failure is not None:
-            raise self._failure
         if set(self.manifests) != set(self.order.owners):
+            return False
+        count = sum(len(manifest.payloads) for manifest in self.manifests.values())
+        if len(self._staged) < count and len(self._announced) <= count:
             return False
         listed = {
             (owner, entry.sequence): (entry.size, entry.seal)
@@ -208,7 +229,7 @@ class Staging:
                 raise MalformedPayload(
                     f"payload {announcement.id.name} was announced but its owner's manifest does not list it so"
                 )
-        return set(self._staged) == set(listed)
+        return self._staged.keys() == listed.keys()
 
     def _verify(self, announcement: Announcement, body: bytes) -> OpenedPayload:
         id, order = announcement.id, self.order
@@ -234,14 +255,15 @@ class Staging:
         check_payload(opened, self._directory)
         return opened
 
-    def _keep(self, announcement: Announcement, body: bytes, opened: OpenedPayload) -> None:
+    async def _keep(self, announcement: Announcement, body: bytes, opened: OpenedPayload) -> None:
         id = announcement.id
         first = opened.header.items[0].tensor if opened.header.items else 0
         payload = StagedPayload(id, announcement.seal, len(body), first, body)
-        if self._memory + len(body) > self._budget.memory_bytes:
-            payload.offset = self._spill.append([memoryview(body)])
-            payload.body = None
-        else:
+        if self._memory + len(body) <= self._budget.memory_bytes:
             self._memory += len(body)
+        else:
+            async with self._spilling:
+                payload.offset = await self._workers.run(self._spill.append, [memoryview(body)])
+            payload.body = None
         self.received_bytes += len(body)
         self._staged[id.owner, id.sequence] = payload

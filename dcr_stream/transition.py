@@ -8,21 +8,24 @@ from dcr_stream.attempt import AttemptRun
 from dcr_stream.capture import total
 from dcr_stream.errors import (
     CasUnsupported,
+    CommitError,
     CommitRecordUnreadable,
     DcrError,
     DigestMismatch,
     DirectoryMismatch,
+    LayoutChanged,
     PlacementError,
     StaleEpoch,
     TransitionAbandoned,
     TransitionFailed,
+    UntracedPath,
     UsageError,
 )
 from dcr_stream.interfaces import Monitor
 from dcr_stream.leadership import Leadership
 from dcr_stream.messages import Announcement, Attempt, CommitRecord, Sum
 from dcr_stream.participants import Participants, pick
-from dcr_stream.peers import Mode, Peer, Receiving, RefitReport
+from dcr_stream.peers import Mode, Receiving, RefitReport
 from dcr_stream.protocol import Done, EngineState, Restored, Stream, StreamKind
 from dcr_stream.runtime import Runtime
 from dcr_stream.steps import step
@@ -37,14 +40,14 @@ _FATAL = (
     TransitionFailed,
     UsageError,
 )
+_REPAIRABLE = (LayoutChanged, UntracedPath)
+"""Placement errors of one engine that lost its plan: it is traced again and restored."""
+
 _POLL_S = 0.2
 
 
 class Transition:
-    """Drives the owners' candidates to a joint commit, or gives up. Used once.
-
-    ``current_owners`` is the coordinator's live table, where an owner that was lost comes back.
-    """
+    """Drives the owners' candidates to a joint commit, or gives up. Used once."""
 
     def __init__(
         self,
@@ -52,17 +55,17 @@ class Transition:
         mode: Mode,
         participants: Participants,
         *,
-        current_owners: dict[str, Peer],
         first_attempt: int,
         runtime: Runtime,
         secret: bytes | None,
         monitor: Monitor,
     ) -> None:
         self.next_attempt = first_attempt
-        self._lead, self._mode, self._all, self._current_owners = lead, mode, participants, current_owners
+        self._lead, self._mode, self._all = lead, mode, participants
         self._runtime, self._secret, self._monitor = runtime, secret, monitor
         self._settings = participants.settings
         self._offers = {name: peer.offer for name, peer in participants.owners.items() if peer.offer is not None}
+        self._incarnations = {name: peer.hello.incarnation for name, peer in participants.owners.items()}
         self._mine: set[int] = set()
         self._suspicions = 0
         self._accused = False
@@ -72,7 +75,7 @@ class Transition:
     async def announce(self, announcement: Announcement) -> None:
         """A payload of the running attempt is ready."""
         run = self._run
-        if run is not None and run.streams[0][1].attempt == announcement.id.attempt:
+        if run is not None and run.attempt == announcement.id.attempt:
             await run.announce(announcement)
 
     async def run(self) -> RefitReport:
@@ -84,25 +87,24 @@ class Transition:
             DcrError: something that trying again cannot repair; everybody is back on v.
         """
         failures: list[str] = []
-        try:
-            await self._all.refuse_unequal_replicas()
-        except UsageError:
-            await self._fence(abandon=True)
-            raise
+        await self._fence_leftovers()
         while len(failures) < self._settings.max_attempts:
             try:
-                return await self._attempt(failures)
+                run, record = await self._attempt()
             except StaleEpoch:
                 raise
             except DcrError as error:
                 failures.append(f"{type(error).__name__}: {error}")
-                self._monitor.step("coordinator", "attempt failed", seconds=0.0, detail=failures[-1])
+                self._all.report("attempt failed", error)
                 await self._fence()
-                if isinstance(error, _FATAL):
+                if isinstance(error, _FATAL) and not isinstance(error, _REPAIRABLE):
                     await self._give_up()
                     raise
                 if self._mode == "async":
                     await self._all.open_gates()
+            else:
+                await self._finish(record, run)
+                return self._report(record, run, failures)
         await self._give_up()
         raise TransitionAbandoned(
             f"version {self._lead.version + 1} was abandoned after {len(failures)} attempts; receivers are back on "
@@ -111,15 +113,22 @@ class Transition:
 
     async def restore_joiners(self) -> int:
         """Bring engines without a committed version to it and open all gates; returns how many."""
-        receiving = await self._all.prepare()
-        await self._restore(pick(receiving, lambda e: not self._at_base(e)))
+        await self._fence_leftovers()
+        await self._restore_each(pick(await self._all.prepare(), lambda e: not self._at_base(e)))
         await self._all.open_gates()
         return self._restored
 
+    async def _fence_leftovers(self) -> None:
+        """Void an attempt of an earlier transition that was cancelled in flight."""
+        record = self._lead.record
+        if record is not None and self.next_attempt > record.attempt_floor:
+            await self._fence()
+
     # -- one attempt ------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, failures: list[str]) -> RefitReport:
+    async def _attempt(self) -> tuple[AttemptRun, CommitRecord]:
         await self._owners_are_here()
+        await self._all.refuse_unequal_replicas()
         kind: StreamKind = "delta"
         if self._lead.version < 0 or any(offer.kind == "dense" for offer in self._offers.values()):
             kind = "dense"
@@ -132,21 +141,29 @@ class Transition:
         tensors = range(len(self._all.directory)) if kind == "dense" else aliased
         expected = await self._all.sums(tensors, "target")
         run = self._new_run(kind, base, base + 1, receiving, expected, self._mode, relative, aliased, whole)
-        attempt = run.streams[0][1].attempt
         try:
-            async with step(self._monitor, self._runtime.clock, "coordinator", f"attempt {attempt.number}", kind):
-                await run.run()
+            await self._drive(run, kind)
         except DigestMismatch as error:
+            await self._fence()  # afterwards every engine has found what it will find
             await self._maybe_accuse(receiving, error)
             raise
         finally:
+            self._all.left_out |= run.unclosed
+        return run, await self._commit(run, receiving)
+
+    async def _drive(self, run: AttemptRun, kind: StreamKind) -> None:
+        self._run = run
+        try:
+            async with step(self._monitor, self._runtime.clock, "coordinator", f"attempt {run.attempt.number}", kind):
+                await run.run()
+        finally:
             self._run = None
-        record = await self._commit(run, attempt, receiving)
-        await self._finish(record, receiving, run)
+
+    def _report(self, record: CommitRecord, run: AttemptRun, failures: list[str]) -> RefitReport:
         return RefitReport(
             record=record,
             mode=self._mode,
-            kind="dense" if kind == "dense" else "delta",
+            kind="dense" if run.streams[0][1].kind == "dense" else "delta",
             attempts=len(failures) + 1,
             restored=self._restored,
             elements=sum(offer.elements for offer in self._offers.values()),
@@ -178,7 +195,7 @@ class Transition:
             (peer, Stream(attempt, base, kind, relative, overwrite, whole, self._all.skip.get(name, ())))
             for name, peer in self._all.owners.items()
         ]
-        self._run = AttemptRun(
+        return AttemptRun(
             streams=streams,
             receiving=receiving,
             expected=expected,
@@ -189,26 +206,27 @@ class Transition:
             timeline={},
             manifests={},
         )
-        return self._run
 
     async def _owners_are_here(self) -> None:
         """Wait, bounded, for every owner; its candidate must be the one that this transition is about."""
-        with anyio.move_on_after(self._settings.rejoin_deadline_s) as scope:
-            while any(peer.gone for peer in self._all.owners.values()):
-                for name, peer in self._all.owners.items():
-                    back = self._current_owners.get(name)
-                    if peer.gone and back is not None:
-                        self._all.owners[name] = back
+        owners, current = self._all.owners, self._all.current
+        with anyio.move_on_after(self._settings.rejoin_deadline_s):
+            while True:
+                for name, peer in owners.items():
+                    if peer.gone:
+                        owners[name] = current.get(name, peer)
+                missing = [name for name, peer in owners.items() if peer.gone or peer.offer is None]
+                restarted = [n for n, peer in owners.items() if peer.hello.incarnation != self._incarnations[n]]
+                if restarted or not missing:
+                    break
                 await anyio.sleep(_POLL_S)
-        if scope.cancelled_caught:
-            gone = ", ".join(sorted(n for n, p in self._all.owners.items() if p.gone))
-            raise TransitionAbandoned(f"owner {gone} did not come back; its pending set is lost, so the next is dense")
-        for name, peer in self._all.owners.items():
-            if peer.offer is None or peer.offer.candidate != self._offers[name].candidate:
-                raise TransitionAbandoned(
-                    f"owner {name!r} was restarted and lost its candidate; the transition is abandoned and the next "
-                    "one sends what this owner has then"
-                )
+        offers = {name: peer.offer for name, peer in owners.items()}
+        lost = sorted(name for name, offer in offers.items() if owners[name].gone or offer != self._offers[name])
+        if lost:
+            raise TransitionAbandoned(
+                f"owner {', '.join(lost)} is gone, or came back without the candidate of this transition; it is "
+                "abandoned, and the next one sends what the owners have then"
+            )
 
     async def _usable(self, kind: StreamKind) -> list[Receiving]:
         """Engines that take part: prepared, and at v or dirtied only by this candidate. Others are restored first."""
@@ -218,15 +236,7 @@ class Transition:
             usable = pick(receiving, lambda e: kind == "dense" or self._at_base(e))
             lame = pick(receiving, lambda e: kind != "dense" and not self._at_base(e))
             if lame:
-                try:
-                    await self._restore(lame)
-                except StaleEpoch:
-                    raise
-                except DcrError as error:
-                    await self._fence()
-                    # One joiner that cannot be restored must not hold the others.
-                    self._all.left_out.update(member for r in lame for member in r.members)
-                    self._monitor.step("coordinator", "restore failed", seconds=0.0, detail=str(error))
+                await self._restore_each(lame)
                 continue
             if sum(len(r.engines) for r in usable) >= self._settings.min_receivers:
                 return usable
@@ -252,8 +262,8 @@ class Transition:
 
     # -- commit and after -------------------------------------------------------------------------------------------
 
-    async def _commit(self, run: AttemptRun, attempt: Attempt, receiving: list[Receiving]) -> CommitRecord:
-        before = self._lead.record
+    async def _commit(self, run: AttemptRun, receiving: list[Receiving]) -> CommitRecord:
+        before, attempt = self._lead.record, run.attempt
         assert before is not None
         skipped = await self._all.skipped_state()
         state = total(offer.state for offer in self._offers.values())
@@ -275,12 +285,23 @@ class Transition:
         run.timeline["commit"] = self._runtime.clock.monotonic() - started
         return record
 
-    async def _finish(self, record: CommitRecord, receiving: list[Receiving], run: AttemptRun) -> None:
-        """After the commit: nothing here can undo it, so a role that is gone settles when it comes back."""
+    async def _finish(self, record: CommitRecord, run: AttemptRun) -> None:
+        """After the commit: nothing here can undo it, so a role that is gone settles when it comes back.
+
+        Raises:
+            StaleEpoch: another coordinator has taken over meanwhile; it opens the gates.
+        """
         clock, started = self._runtime.clock, self._runtime.clock.monotonic()
-        await self._all.adopt(record, receiving)
-        await self._lead.check()
-        await self._all.open_gates()
+        await self._all.adopt(record)
+        try:
+            await self._lead.check()
+        except StaleEpoch:
+            raise
+        except CommitError as error:
+            # Whether this is still the coordinator is not known, so gates stay closed; the commit stands.
+            self._all.report("reading the record again failed", error)
+        else:
+            await self._all.open_gates()
         run.timeline["advance"] = clock.monotonic() - started
 
     # -- failure ----------------------------------------------------------------------------------------------------
@@ -290,41 +311,60 @@ class Transition:
         await self._lead.fence(self.next_attempt)
         await self._all.fence(self.next_attempt, abandon=abandon, forget=forget)
 
-    async def _restore(self, receiving: list[Receiving], kind: StreamKind = "restore") -> None:
-        """Bring engines to the committed version: an attempt of its own, complete once full sums hold."""
-        if not receiving:
+    async def _restore_each(self, lame: list[Receiving]) -> None:
+        """Restore all of them at once; if that fails, one by one, so that a broken one holds nobody."""
+        if await self._restored_all(lame, "restore"):
             return
-        version = self._lead.version
-        expected = await self._all.sums(range(len(self._all.directory)), "base") if kind == "restore" else {}
-        run = self._new_run(kind, version, version, receiving, expected, "async")
-        attempt = run.streams[0][1].attempt
+        single = [Receiving(r.node, [engine]) for r in lame for engine in r.engines]
+        for one in single:
+            if len(single) == 1 or not await self._restored_all([one], "restore"):
+                self._all.left_out.update(one.members)
+
+    async def _restored_all(self, receiving: list[Receiving], kind: StreamKind) -> bool:
+        """Whether all of them came to the committed version; if not, nothing of the try is left running."""
+        if not receiving:
+            return True
         try:
-            async with step(self._monitor, self._runtime.clock, "coordinator", f"attempt {attempt.number}", kind):
-                await run.run()
-        finally:
-            self._run = None
+            await self._restore(receiving, kind)
+        except StaleEpoch:
+            raise
+        except DcrError as error:
+            self._all.report(f"{kind} of {', '.join(m for r in receiving for m in r.members)} failed", error)
+            await self._fence()
+            return False
+        return True
+
+    async def _restore(self, receiving: list[Receiving], kind: StreamKind) -> None:
+        """Bring engines to the committed version: an attempt of its own, complete once full sums hold.
+
+        ``revert`` overwrites this candidate's changes with the committed bits, for engines that hold nothing else.
+        """
+        version, engines = self._lead.version, [engine for r in receiving for engine in r.engines]
+        changed = {t for offer in self._offers.values() for t in offer.changed} if kind == "revert" else set[int]()
+        whole = tuple(sorted(changed & {t for e in engines for t in e.whole}))
+        summed = range(len(self._all.directory)) if kind == "restore" else {t for e in engines for t in e.aliased}
+        expected = await self._all.sums(sorted(summed), "base")
+        run = self._new_run(kind, version, version, receiving, expected, "async", whole=whole)
+        await self._drive(run, kind)
         await self._lead.check()
         for r in receiving:
-            await r.node.ask(Restored(attempt), Done, timeout_s=self._settings.advance_deadline_s)
-        self._restored += sum(len(r.engines) for r in receiving)
-        await self._lead.fence(self.next_attempt)
+            await r.node.ask(Restored(run.attempt), Done, timeout_s=self._settings.advance_deadline_s)
+        self._restored += len(engines)
+        await self._fence()
         if self._mode == "async":
             await self._all.open_gates()
 
     async def _give_up(self) -> None:
-        """Bring receivers back to v, drop the candidate, and open the gates."""
+        """Bring receivers back to v, drop the candidate, and open the gates.
+
+        Who cannot be brought back stays behind its closed gate and is restored before the next transition.
+        """
         if self._lead.version >= 0 and not self._accused:
-            try:
-                receiving = await self._all.prepare()
-                dirty = pick(receiving, lambda e: e.mark == "dirty" and self._at_base(e))
-                await self._restore(dirty, "revert")
-                lame = pick(await self._all.prepare(), lambda e: not self._at_base(e) or e.mark != "clean")
-                await self._restore(lame)
-            except StaleEpoch:
-                raise
-            except DcrError as error:
-                # Who could not be brought back stays behind its closed gate and is restored before the next transition.
-                self._monitor.step("coordinator", "restore failed", seconds=0.0, detail=str(error))
+            dirty = pick(await self._all.prepare(), lambda e: e.mark == "dirty" and self._at_base(e))
+            await self._restored_all(dirty, "revert")
+            await self._restore_each(
+                pick(await self._all.prepare(), lambda e: e.mark != "clean" or not self._at_base(e))
+            )
         await self._fence(abandon=True, forget=self._accused)
         await self._all.open_gates()
 

@@ -60,7 +60,10 @@ class TorchSource(Source):
         if not 0 <= rank < replicas:
             raise UsageError(f"rank {rank} is not among {replicas} replicas")
         if isinstance(tensors, torch.nn.Module):
-            tensors = {**dict(tensors.named_parameters(remove_duplicate=False)), **dict(tensors.named_buffers())}
+            tensors = {
+                **dict(tensors.named_parameters(remove_duplicate=False)),
+                **dict(tensors.named_buffers(remove_duplicate=False)),
+            }
         self._live: dict[str, torch.Tensor] = {name: t.detach() for name, t in tensors.items()}
         self._published = published_dtype
         self._agree = agree
@@ -99,7 +102,9 @@ class TorchSource(Source):
         return tensor
 
     def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(name, dtype_name(self._cast(tensor[:0] if tensor.dim() else tensor).dtype), tuple(tensor.shape))
+        return TensorSpec(
+            name, dtype_name(self._cast(tensor[:0] if tensor.dim() else tensor).dtype), tuple(tensor.shape)
+        )
 
     def _probe(self, conversion: ResidualConversion) -> tuple[ResidualConversion, list[TensorSpec]]:
         missing = [name for name in conversion.inputs if name not in self._live]
