@@ -73,6 +73,9 @@ def demo(
 
     Example: dcr-stream demo --steps 3 --mode sync --kill
     """
+    from dcr_stream.cli.demo.text import checkpoint_path
+
+    checkpoint_path()  # names what is not installed before anything that needs it is imported
     from dcr_stream.cli.demo_command import run_demo_command
 
     raise typer.Exit(

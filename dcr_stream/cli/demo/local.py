@@ -168,13 +168,13 @@ class LocalWorld(World):
         problem = ""
         try:
             for version in range(steps + 1):
+                if stop.is_set():
+                    return
                 loss = trainer.step() if version else 0.0
                 trainer.save(state_path(folder, version))
                 for rank, owner in enumerate(owners):
                     offer = owner.refit(timeout_s=120)
                     tell(rank, StepDone(version, loss, offer.elements, offer.scanned, offer.capture_s))
-                if stop.is_set():
-                    return
                 if version == 0:
                     for rank, owner in enumerate(owners):
                         owner.wait(timeout_s=120)
@@ -185,8 +185,10 @@ class LocalWorld(World):
             problem = f"{type(error).__name__}: {error}"
         finally:
             for rank, owner in enumerate(owners):
+                # Owners stay: an engine that is restarted after the last step is restored by them.
                 self.ended[rank] = TrainingEnded(problem, owner.baseline_bytes, watch[rank].times)
-                owner.close()
+                if stop.is_set():
+                    owner.close()
 
     async def ask(self, host: str, token_ids: tuple[int, ...]) -> Answer | None:
         """Through the gate, to the engine's ranks."""

@@ -59,7 +59,6 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     watch = Stopwatch()
-    baseline, problem = 0, ""
     try:
         folder = Path(settings.folder)
         trainer = Trainer(settings.rank, settings.world, folder / "trainers")
@@ -83,13 +82,16 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
                     owner.wait(timeout_s=120)
                     watch.reset()  # stage times are those of the delta refits
             outcome = owner.wait(timeout_s=120)
-            baseline = owner.baseline_bytes
             if outcome is None or outcome.version != settings.steps:
                 raise TransitionFailed(f"the last refit did not commit: {outcome and outcome.error}")
+            pipe.send_bytes(msgspec.json.encode(TrainingEnded("", owner.baseline_bytes, watch.times)))
+            # An engine that is restarted after the last step is restored by the owners: stay until told to go.
+            with suppress(EOFError, OSError):
+                pipe.recv_bytes()
     except DcrError as error:
-        problem = f"{type(error).__name__}: {error}"
+        with suppress(BrokenPipeError):
+            problem = f"{type(error).__name__}: {error}"
+            pipe.send_bytes(msgspec.json.encode(TrainingEnded(problem, 0, watch.times)))
     except BrokenPipeError:
-        return  # whoever started this process is gone
-    with suppress(BrokenPipeError):
-        pipe.send_bytes(msgspec.json.encode(TrainingEnded(problem, baseline, watch.times)))
+        pass  # whoever started this process is gone
     pipe.close()
