@@ -19,7 +19,7 @@ from dcr_stream.canonical import TensorDirectory, Words
 from dcr_stream.codec import OpenedPayload, add_sums, decode_item, pack_block, state_sum
 from dcr_stream.delta import Item
 from dcr_stream.dense import Assembly, pack_tensors
-from dcr_stream.errors import DigestMismatch, MalformedPayload, PeerLost, error_named
+from dcr_stream.errors import DcrError, DigestMismatch, MalformedPayload, PeerLost, error_named
 from dcr_stream.interfaces import Engine, Gate, Workers
 from dcr_stream.messages import Attempt, ReceiverCall, ReceiverReply, Sum
 from dcr_stream.protocol import EngineState, Mark, Shape, Stage
@@ -46,6 +46,7 @@ __all__ = ["Delivery", "EngineSlot"]
 R = TypeVar("R")
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _SUM_BATCH = 256
+_SEVERITY: tuple[Mark, ...] = ("clean", "dirty", "quarantined", "empty", "lost")
 _STATUS_S = 30.0
 """How long an engine may take to say what it holds; a busy one is asked again later."""
 
@@ -78,9 +79,7 @@ class EngineSlot:
             PeerLost: a rank is gone, or did not answer this call, or an earlier one, within the call deadline.
         """
         raw = msgspec.Raw(msgspec.msgpack.encode(args)) if args is not None else msgspec.Raw(b"\xc0")
-        with CancelScope(shield=True):
-            async with self._turn:
-                replies = await self._answered(ReceiverCall(method, raw))
+        replies = await self._answered(ReceiverCall(method, raw))
         for rank, reply in enumerate(replies):
             if reply.error is not None:
                 raise error_named(reply.error, f"engine {self.name!r}, rank {rank}: {reply.text}")
@@ -89,17 +88,20 @@ class EngineSlot:
         return [msgspec.msgpack.decode(reply.result, type=result) for reply in replies]
 
     async def _answered(self, call: ReceiverCall) -> list[ReceiverReply]:
-        if self.silent:
-            raise PeerLost(self.silent)
         deadline_s = min(self.call_deadline_s, _STATUS_S) if call.method == "status" else self.call_deadline_s
-        try:
-            with anyio.fail_after(deadline_s):
-                return await self.engine.call(call)
-        except TimeoutError as error:
-            lost = f"engine {self.name!r} did not answer {call.method!r} within {deadline_s:g} s; restart the engine"
-            if call.method != "status":
-                self.silent = f"{lost} and attach it again"
-            raise PeerLost(lost) from error
+        async with self._turn:
+            if self.silent:
+                raise PeerLost(self.silent)
+            try:
+                with anyio.fail_after(deadline_s, shield=True):
+                    return await self.engine.call(call)
+            except TimeoutError as error:
+                lost = (
+                    f"engine {self.name!r} did not answer {call.method!r} within {deadline_s:g} s; restart the engine"
+                )
+                if call.method != "status":
+                    self.silent = f"{lost} and attach it again"
+                raise PeerLost(lost) from error
 
     async def traced(self, directory: TensorDirectory) -> bool:
         """Whether every rank holds a plan for ``directory``.
@@ -114,11 +116,10 @@ class EngineSlot:
         """The engine's mark and version: that of its worst rank, and never clean unless all ranks agree."""
         try:
             ranks = await self.call("status", None, ReceiverStatus)
-        except PeerLost as error:
+        except DcrError as error:
             return EngineState(self.name, "", "lost", -1, problem=str(error))
         marks: list[Mark] = [rank.mark for rank in ranks]
-        worst: tuple[Mark, ...] = ("empty", "quarantined", "dirty")
-        mark: Mark = next((mark for mark in worst if mark in marks), "clean")
+        mark: Mark = max(marks, key=_SEVERITY.index)
         versions = {rank.version for rank in ranks}
         if mark == "clean" and len(versions) != 1:
             mark = "dirty"
@@ -158,8 +159,9 @@ class EngineSlot:
         await self.call("adopt", AdoptVersion(attempt, version), object)
 
     async def quarantine(self, reason: str) -> None:
-        """Mark every rank as holding stray writes."""
-        await self.call("quarantine", Quarantine(reason), object)
+        """Mark every rank as holding stray writes, also when the caller is being cancelled."""
+        with CancelScope(shield=True):
+            await self.call("quarantine", Quarantine(reason), object)
 
 
 class Delivery:

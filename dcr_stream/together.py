@@ -45,7 +45,7 @@ async def every(peers: Iterable[P], act: Callable[[P], Awaitable[object]]) -> No
 def gravest(errors: ExceptionGroup[Exception] | Iterable[Exception]) -> Exception:
     """The one of several errors that says most: a replaced coordinator before wrong bits, consequences last."""
     leaves: list[Exception] = []
-    todo = [errors] if isinstance(errors, ExceptionGroup) else list(errors)
+    todo: list[Exception] = [errors] if isinstance(errors, ExceptionGroup) else list(errors)
     while todo:
         error = todo.pop(0)
         if isinstance(error, ExceptionGroup):

@@ -61,7 +61,8 @@ class Transition:
         monitor: Monitor,
     ) -> None:
         self.next_attempt = first_attempt
-        self._lead, self._mode, self._all = lead, mode, participants
+        self._mode: Mode = mode
+        self._lead, self._all = lead, participants
         self._runtime, self._secret, self._monitor = runtime, secret, monitor
         self._settings = participants.settings
         self._offers = {name: peer.offer for name, peer in participants.owners.items() if peer.offer is not None}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import torch
+from anyio.abc import TaskGroup
 
 from dcr_stream import Receiver, StateDictLoader, TorchSource
 from dcr_stream.capture import CaptureSettings
@@ -16,9 +17,7 @@ from dcr_stream.control import MemoryNetwork
 from dcr_stream.coordinator import CoordinatorRole, CoordinatorSettings
 from dcr_stream.delta import CodedBucket, Shard
 from dcr_stream.flow import Pipeline, task_group
-from dcr_stream.gate import EngineGate, LocalEngine
 from dcr_stream.interfaces import CommitStore, Loader, Source, Transport
-from dcr_stream.messages import ReceiverCall, ReceiverReply
 from dcr_stream.node import NodeRole, NodeSettings
 from dcr_stream.owner import OwnerRole, OwnerSettings
 from dcr_stream.peers import Mode, RefitReport, TransitionSettings
@@ -26,6 +25,7 @@ from dcr_stream.runtime import Runtime
 from dcr_stream.stages import bucket, chunk, compare, compress, convert, encode, project
 from dcr_stream.testing import MemoryCommitStore
 from dcr_stream.transports import MemoryTransport
+from tests.protocol.faults import FaultyEngine, FaultyReceiver, WatchedGate
 
 RUN = "test"
 SETTINGS = TransitionSettings(
@@ -87,26 +87,14 @@ def nudge(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.05) -> N
             flat[hit] ^= flat.dtype.type(1 + seed % 3)
 
 
+def nudge_one(tensor: torch.Tensor, at: int = 0) -> None:
+    """Change the bits of one element, in place."""
+    words(tensor)[at] ^= 1
+
+
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     """Stored bits by name."""
     return {name: words(t).tobytes() for name, t in tensors.items()}
-
-
-class FaultyReceiver:
-    """A receiver whose calls can be watched, delayed or broken; the receiver itself is the real one."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-        self.calls: list[str] = []
-        self.before: Callable[[str], None] = lambda method: None
-        self.after: Callable[[str], None] = lambda method: None
-
-    def handle(self, call: ReceiverCall) -> ReceiverReply:
-        self.calls.append(call.method)
-        self.before(call.method)
-        reply = self.receiver.handle(call)
-        self.after(call.method)
-        return reply
 
 
 @dataclass
@@ -116,20 +104,24 @@ class Rollout:
     name: str
     model: torch.nn.Module
     receiver: FaultyReceiver
-    engine: LocalEngine
-    gate: EngineGate
+    engine: FaultyEngine
+    gate: WatchedGate
     node: NodeRole
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def bits(self) -> dict[str, bytes]:
         """The engine's stored bits by name."""
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return bits({name: t.detach() for name, t in tensors.items()})
 
+    @property
+    def mark(self) -> str:
+        """The receiver's mark."""
+        return self.receiver.status().mark
+
 
 @dataclass
 class Run:
-    """A running world."""
+    """A running world. ``committed`` keeps the live bits that every committed version was captured from."""
 
     network: MemoryNetwork
     transport: Transport
@@ -138,14 +130,20 @@ class Run:
     owners: list[OwnerRole]
     live: dict[str, torch.Tensor]
     rollouts: dict[str, Rollout]
-    start: Callable[..., None]
-    stop: anyio.CancelScope
+    tasks: TaskGroup
     runtime: Runtime
+    events: list[tuple[str, str]]
+    address: str
+    secret: bytes | None
+    committed: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    scopes: dict[str, anyio.CancelScope] = field(default_factory=dict)
+    captured: dict[str, bytes] = field(default_factory=dict)
 
     async def offer(self) -> None:
         """Capture and offer on every owner, as training ranks do together."""
         for owner in self.owners:
             assert await owner.wait_settled(20)
+        self.captured = bits(self.live)
         for owner in self.owners:
             await owner.capture()
         for owner in self.owners:
@@ -154,13 +152,72 @@ class Run:
     async def refit(self, mode: Mode = "async") -> RefitReport:
         """Offer and run one transition."""
         await self.offer()
-        return await self.coordinator.refit(mode)
+        return await self.commit(mode)
 
-    def check_exact(self) -> None:
-        """Every engine holds the live bits, in every tensor."""
-        want = bits(self.live)
+    async def commit(self, mode: Mode = "async") -> RefitReport:
+        """Run one transition with what is on offer."""
+        report = await self.coordinator.refit(mode)
+        self.committed[report.version] = self.captured
+        return report
+
+    def check_exact(self, version: int | None = None) -> None:
+        """Every engine holds exactly the committed bits (or those of ``version``), in every tensor."""
+        want = self.committed[self.coordinator.version if version is None else version]
         for rollout in self.rollouts.values():
-            assert rollout.bits() == want, rollout.name
+            held = rollout.bits()
+            wrong = [name for name in want if held[name] != want[name]]
+            assert not wrong, f"{rollout.name}: {wrong}"
+
+    def serving(self) -> list[int | None]:
+        """What the engines serve, by node."""
+        return [rollout.gate.serving for rollout in self.rollouts.values()]
+
+    def start(self, role: OwnerRole | NodeRole) -> None:
+        """Let a role dial the coordinator."""
+        scope = self.scopes[role.name] = anyio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                await role.serve(self.address)
+
+        self.tasks.start_soon(serve)
+
+    def kill(self, role: OwnerRole | NodeRole) -> None:
+        """End a role at once, as the death of its process does."""
+        self.scopes[role.name].cancel()
+
+    def join(self, name: str, model: torch.nn.Module | None = None) -> Rollout:
+        """One more node with one engine."""
+        rollout = make_rollout(
+            name, model or Weights(self.live), self.runtime, self.transport, secret=self.secret, events=self.events
+        )
+        self.rollouts[name] = rollout
+        self.start(rollout.node)
+        return rollout
+
+    @asynccontextmanager
+    async def successor(self, *, move: bool = True) -> AsyncIterator[CoordinatorRole]:
+        """A second coordinator over the same store; all roles dial it from now on if they ``move``."""
+        role = CoordinatorRole(
+            RUN,
+            self.store,
+            transport="memory://test",
+            runtime=self.runtime,
+            settings=self.coordinator.settings,
+            secret=self.secret,
+        )
+        async with role.listening("memory://successor") as self.address:
+            self.coordinator = role
+            if move:
+                self.move()
+            yield role
+
+    def move(self) -> None:
+        """All roles leave their coordinator and dial the current one."""
+        roles: list[OwnerRole | NodeRole] = [*self.owners, *(r.node for r in self.rollouts.values())]
+        for one in roles:
+            self.kill(one)
+            self.start(one)
 
 
 def make_rollout(
@@ -172,11 +229,10 @@ def make_rollout(
     loader: Loader | None = None,
     settings: NodeSettings | None = None,
     secret: bytes | None = None,
+    events: list[tuple[str, str]] | None = None,
 ) -> Rollout:
     """A node with one engine over ``model``."""
-    receiver = FaultyReceiver(Receiver(loader or StateDictLoader(model), name=f"{name} receiver"))
-    engine = LocalEngine("engine", [receiver], workers=runtime.workers)
-    gate = EngineGate(engine, hook_deadline_s=2)
+    receiver, engine, gate = make_engine(name, model, runtime, loader=loader, events=events)
     node = NodeRole(
         name,
         [(engine, gate)],
@@ -187,6 +243,23 @@ def make_rollout(
         secret=secret,
     )
     return Rollout(name, model, receiver, engine, gate, node)
+
+
+def make_engine(
+    name: str,
+    model: torch.nn.Module,
+    runtime: Runtime,
+    *,
+    loader: Loader | None = None,
+    events: list[tuple[str, str]] | None = None,
+    engine_name: str = "engine",
+) -> tuple[FaultyReceiver, FaultyEngine, WatchedGate]:
+    """A fresh receiver, engine and gate over ``model``."""
+    receiver = FaultyReceiver(Receiver(loader or StateDictLoader(model), name=f"{name} receiver"))
+    engine = FaultyEngine(engine_name, [receiver], workers=runtime.workers)
+    gate = WatchedGate(engine, hook_deadline_s=2)
+    gate.events, gate.owner = events if events is not None else [], name
+    return receiver, engine, gate
 
 
 def make_owner(
@@ -221,17 +294,20 @@ async def running(
     store: CommitStore | None = None,
     transport: Transport | None = None,
     settings: TransitionSettings = SETTINGS,
+    node_settings: NodeSettings | None = None,
     pipeline: Pipeline[Shard, CodedBucket] | None = None,
     capture: CaptureSettings | None = None,
     model: Callable[[], torch.nn.Module] | None = None,
     loader: Callable[[torch.nn.Module], Loader] | None = None,
     secret: bytes | None = None,
+    offer_deadline_s: float = 10,
 ) -> AsyncIterator[Run]:
     """Two owners over replicas of ``live`` and one rollout for each of ``nodes``, all connected."""
     live = live if live is not None else some_tensors(1)
     network, store = MemoryNetwork(), store or MemoryCommitStore()
     transport = transport or MemoryTransport()
     runtime = Runtime.default(network)
+    events: list[tuple[str, str]] = []
     if sources is None:
         sources = [TorchSource(live, rank=rank, replicas=2) for rank in range(2)]
     coordinator = CoordinatorRole(
@@ -240,7 +316,11 @@ async def running(
         transport="memory://test",
         runtime=runtime,
         settings=CoordinatorSettings(
-            owners=len(sources), nodes=len(nodes), join_deadline_s=10, offer_deadline_s=10, transition=settings
+            owners=len(sources),
+            nodes=len(nodes),
+            join_deadline_s=10,
+            offer_deadline_s=offer_deadline_s,
+            transition=settings,
         ),
         secret=secret,
     )
@@ -252,31 +332,33 @@ async def running(
     for name in nodes:
         made = model() if model is not None else Weights(live)
         rollouts[name] = make_rollout(
-            name, made, runtime, transport, loader=loader(made) if loader is not None else None, secret=secret
+            name,
+            made,
+            runtime,
+            transport,
+            loader=loader(made) if loader is not None else None,
+            settings=node_settings,
+            secret=secret,
+            events=events,
         )
     async with task_group() as tasks, coordinator.listening("memory://coordinator") as address:
-
-        def start(role: OwnerRole | NodeRole, scope: anyio.CancelScope | None = None) -> None:
-            async def serve() -> None:
-                with scope or anyio.CancelScope():
-                    await role.serve(address)
-
-            tasks.start_soon(serve)
-
-        for owner in owners:
-            start(owner)
-        for rollout in rollouts.values():
-            start(rollout.node, rollout.scope)
-        yield Run(
-            network,
-            transport,
-            store,
-            coordinator,
-            owners,
-            live,
-            rollouts,
-            start,
-            tasks.cancel_scope,
-            runtime,
+        run = Run(
+            network=network,
+            transport=transport,
+            store=store,
+            coordinator=coordinator,
+            owners=owners,
+            live=live,
+            rollouts=rollouts,
+            tasks=tasks,
+            runtime=runtime,
+            events=events,
+            address=address,
+            secret=secret,
         )
+        roles: list[OwnerRole | NodeRole] = [*owners, *(rollout.node for rollout in rollouts.values())]
+        for role in roles:
+            run.start(role)
+        with anyio.fail_after(60):
+            yield run
         tasks.cancel_scope.cancel()
