@@ -184,6 +184,19 @@ def test_the_core_imports_no_implementations() -> None:
         assert not MAY_IMPORT[room] & {*LINKED, "front", "cli", "integrations", "testing"}
 
 
+def test_roles_take_time_network_and_threads_as_arguments() -> None:
+    """Roles run unchanged on virtual time and an injected network."""
+    forbidden = {"time", "datetime", "socket", "threading", "asyncio", "concurrent", "subprocess", "multiprocessing"}
+    faults = []
+    for module in MODULES:
+        if module.room == "roles":
+            for node in ast.walk(module.tree):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                faults += [f"{module.name} imports {n}" for n in names if n.split(".")[0] in forbidden]
+    _assert_none(faults)
+
+
 def test_modules_take_only_public_names_from_each_other() -> None:
     _assert_none(
         f"{module.name} takes {name} from {imported.module}"

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from dcr_stream.canonical import Indices, TensorDirectory, Words, word_dtype
 
-__all__ = ["FALLBACKS", "PROOFS", "Choice", "Contents", "IdSpace", "Ids", "Patterns"]
+__all__ = ["FALLBACKS", "PROOFS", "Choice", "Contents", "IdSpace", "Ids", "Patterns", "payload_bits"]
 
 _BLOCK = 1 << 15
 

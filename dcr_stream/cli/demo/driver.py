@@ -39,7 +39,7 @@ from dcr_stream.interfaces import Network
 from dcr_stream.peers import Mode, RefitReport, TransitionSettings
 from dcr_stream.transports import open_transport
 
-__all__ = ["DemoOptions", "DemoResult", "run_demo"]
+__all__ = ["DemoOptions", "DemoResult", "DemoRun", "judge", "run_demo"]
 
 _REPAIR_S = 60.0
 _BETWEEN_REQUESTS_S = 0.03
@@ -82,7 +82,9 @@ class DemoResult:
 
 
 @dataclass
-class _Run:
+class DemoRun:
+    """What a run has gathered so far."""
+
     options: DemoOptions
     folder: Path
     progress: Progress
@@ -118,7 +120,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             raise UsageError(f"--transport {url} works within one process only; use file://DIR, or add --in-process")
         await transport.aclose()
         requests = request_tokens(await anyio.to_thread.run_sync(load_tokenizer))
-        run = _Run(options, folder, progress, requests)
+        run = DemoRun(options, folder, progress, requests)
         async with (
             _coordinator(options, url, folder, secret, network) as coordinator,
             _world(run, coordinator, secret, network) as world,
@@ -127,7 +129,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             pauses, repaired, killed = await _reports(world)
         ended = world.ended
         reference = await _reference(run)
-        result = await anyio.to_thread.run_sync(_judge, run, reference, pauses)
+        result = await anyio.to_thread.run_sync(judge, run, reference, pauses)
         result.killed, result.repaired = killed, repaired
         if options.kill and not (killed and repaired):
             result.problems.append("the receiver that was to be killed was not killed and repaired")
@@ -169,7 +171,7 @@ async def _coordinator(
 
 @asynccontextmanager
 async def _world(
-    run: _Run, coordinator: Coordinator, secret: bytes, network: Network | None
+    run: DemoRun, coordinator: Coordinator, secret: bytes, network: Network | None
 ) -> AsyncIterator[ProcessWorld | LocalWorld]:
     steps = run.options.steps
     training = run.progress.add_task("training: starting", total=None)
@@ -200,7 +202,7 @@ async def _world(
         yield world
 
 
-async def _drive(run: _Run, coordinator: Coordinator, world: ProcessWorld | LocalWorld) -> None:
+async def _drive(run: DemoRun, coordinator: Coordinator, world: ProcessWorld | LocalWorld) -> None:
     """One transition per training step, while clients ask all the time; dump what every engine holds after each."""
     serving = run.progress.add_task("requests: waiting for the first version", total=None)
     refits = run.progress.add_task("refits: waiting for trainers and engines", total=None)
@@ -237,7 +239,7 @@ async def _all_serve(coordinator: Coordinator, world: World, version: int) -> No
     raise TransitionFailed(f"rollout host {waiting[0]} does not serve version {version} after {_REPAIR_S:g} s")
 
 
-async def _client(run: _Run, world: World, host: str, task: object) -> None:
+async def _client(run: DemoRun, world: World, host: str, task: object) -> None:
     """Ask one request at a time, for as long as the demonstration runs."""
     number = 0
     while True:
@@ -267,7 +269,7 @@ async def _reports(world: World) -> tuple[dict[str, dict[int, float]], bool, boo
     return pauses, repaired, killed
 
 
-async def _reference(run: _Run) -> ReferenceReport:
+async def _reference(run: DemoRun) -> ReferenceReport:
     task = run.progress.add_task("reference: dense loads in fresh processes", total=None)
     job = ReferenceJob(
         states=tuple(SavedState(v, str(state_path(run.folder, v))) for v in range(run.options.steps + 1)),
@@ -285,7 +287,8 @@ async def _reference(run: _Run) -> ReferenceReport:
     return report
 
 
-def _judge(run: _Run, reference: ReferenceReport, pauses: dict[str, dict[int, float]]) -> DemoResult:
+def judge(run: DemoRun, reference: ReferenceReport, pauses: dict[str, dict[int, float]]) -> DemoResult:
+    """The verdict over everything that was gathered; ``problems`` says what spoils it."""
     states = {v: state_path(run.folder, v) for v in range(run.options.steps + 1)}
     expected = {(host, v, r) for v in states for host, ranks in LAYOUTS.items() for r in range(ranks)}
     compared = {(c.engine, c.version, c.rank) for c in reference.compared}
