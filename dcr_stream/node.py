@@ -285,12 +285,10 @@ class NodeRole:
                 self._monitor.step(who, "adopt failed", seconds=0.0, detail=f"{type(error).__name__}: {error}")
 
         await every(list(self._slots.values()), adopt)
-        run = self._running
-        if run is not None and (run.attempt.epoch, run.attempt.number) < (
-            record.epoch,
-            record.attempt_floor,
-        ):
-            self._release(run)
+        self._fences.raise_floor(record.attempt_floor)
+        if self._running is not None and self._fences.void(self._running.attempt):
+            self._release(self._running)
+        self._forget_early()
 
     async def _restored(self, order: Restored) -> Done:
         self._fences.check(order.attempt)
@@ -321,7 +319,7 @@ class NodeRole:
         run = self._running
         if run is not None and self._fences.void(run.attempt):
             await self._stop()
-        self._early = [message for message in self._early if not self._fences.void(_attempt_of(message))]
+        self._forget_early()
         return Done()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -340,6 +338,9 @@ class NodeRole:
                 run.staging.fail(error)
         elif not self._fences.void(attempt) and len(self._early) < _EARLY:
             self._early.append(message)
+
+    def _forget_early(self) -> None:
+        self._early = [message for message in self._early if not self._fences.void(_attempt_of(message))]
 
     async def _stop(self) -> None:
         """Cancel the running attempt and wait until nothing of it writes any more."""
