@@ -53,6 +53,13 @@ def small_pipeline(max_bytes: int = 2048) -> Pipeline[Shard, CodedBucket]:
     )
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, bounded, for something that another role does."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110  roles have no event for every state a test asks for
+            await anyio.sleep(0.005)
+
+
 class Weights(torch.nn.Module):
     """A plain model: parameters and buffers of several dtypes and shapes, all refit by name."""
 
@@ -137,6 +144,7 @@ class Run:
     secret: bytes | None
     committed: dict[int, dict[str, bytes]] = field(default_factory=dict)
     scopes: dict[str, anyio.CancelScope] = field(default_factory=dict)
+    ended: dict[str, anyio.Event] = field(default_factory=dict)
     captured: dict[str, bytes] = field(default_factory=dict)
 
     async def offer(self) -> None:
@@ -175,12 +183,25 @@ class Run:
     def start(self, role: OwnerRole | NodeRole) -> None:
         """Let a role dial the coordinator."""
         scope = self.scopes[role.name] = anyio.CancelScope()
+        before, ended = self.ended.get(role.name), anyio.Event()
+        self.ended[role.name] = ended
 
         async def serve() -> None:
-            with scope:
-                await role.serve(self.address)
+            try:
+                if before is not None:
+                    await before.wait()
+                with scope:
+                    await role.serve(self.address)
+            finally:
+                ended.set()
 
         self.tasks.start_soon(serve)
+
+    async def joined(self) -> None:
+        """Wait until every role is known to the coordinator."""
+        for owner in self.owners:
+            assert await owner.wait_settled(10)
+        await until(lambda: self.rollouts.keys() <= self.coordinator._nodes.keys())
 
     def kill(self, role: OwnerRole | NodeRole) -> None:
         """End a role at once, as the death of its process does."""
