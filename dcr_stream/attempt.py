@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from dcr_stream.codec import manifest_digest, verify_manifest
-from dcr_stream.errors import AttemptAborted, DigestMismatch, GateError, PeerLost, TransportTimeout
+from dcr_stream.errors import AttemptAborted, DigestMismatch, GateError, PeerLost, RecordsAltered, TransportTimeout
 from dcr_stream.flow import task_group
 from dcr_stream.interfaces import Clock
 from dcr_stream.messages import Announcement, Attempt, Manifest, Sum
@@ -140,6 +140,21 @@ class AttemptRun:
             ) from error
         except ExceptionGroup as group:
             raise gravest(group) from group
+        if first.kind in ("dense", "restore"):
+            self._check_owners()
+
+    def _check_owners(self) -> None:
+        """Complete tensors, all of them: what the owners sent must be what they declare to hold.
+
+        Raises:
+            RecordsAltered: it is not, so no receiver may be blamed, and none has been touched.
+        """
+        declared = sum(value[0] for value in self.expected.values()) & _MASK
+        if sum(manifest.digest_sum for manifest in self.manifests.values()) & _MASK != declared:
+            raise RecordsAltered(
+                f"the complete tensors of attempt {self.attempt.name} do not add up to what their owners declare: an "
+                "owner's trackers were altered in memory; the next transition sends everything anew"
+            )
 
     async def _apply(self) -> None:
         attempt, digests = self.attempt, self.digests

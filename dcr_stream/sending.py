@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from dcr_stream.codec import seal_manifest, seal_payload
 from dcr_stream.delta import CodedBucket, Record
+from dcr_stream.errors import RecordsAltered
 from dcr_stream.flow import Limits, Pipeline, execute
 from dcr_stream.interfaces import Monitor, PayloadSink, Workers
 from dcr_stream.messages import Announcement, Manifest, ManifestEntry, PayloadId, PayloadKind
@@ -36,10 +37,13 @@ async def send_records(
     """Send all ``records`` of ``owner`` through the pipeline's part ``back``; returns the sealed manifest.
 
     A payload is announced once every node can fetch it.
+
+    Raises:
+        RecordsAltered: a stage after encode drops or repeats entries.
     """
     entries: list[ManifestEntry] = []
     kind: PayloadKind = "dense" if order.kind in ("dense", "restore") else "delta"
-    elements = digests = 0
+    fed = elements = digests = 0
 
     async def deliver(coded: CodedBucket) -> None:
         nonlocal elements, digests
@@ -53,8 +57,18 @@ async def send_records(
         elements += sum(item.count for item in coded.items)
         digests = (digests + sum(item.digest for item in coded.items)) & _MASK
 
-    feed = _in_worker(records, runtime.workers)
-    await execute(back, feed, deliver, runtime=runtime, monitor=monitor, limits=limits)
+    async def feed() -> AsyncIterator[Record]:
+        nonlocal fed
+        async for record in _in_worker(records, runtime.workers):
+            fed += record.positions.size
+            yield record
+
+    await execute(back, feed(), deliver, runtime=runtime, monitor=monitor, limits=limits)
+    if elements != fed:
+        raise RecordsAltered(
+            f"owner {owner!r}: the pipeline was given {fed:,} elements to send and made payloads of {elements:,}: a "
+            "stage after encode drops or repeats entries; pass every entry on once"
+        )
     return seal_manifest(Manifest(order.attempt, owner, tuple(entries), elements, digests), secret)
 
 
