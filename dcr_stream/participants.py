@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import anyio
+
 from dcr_stream.canonical import TensorDirectory
 from dcr_stream.capture import total
 from dcr_stream.codec import add_sums
-from dcr_stream.errors import ControlError, DcrError, PeerLost, StaleEpoch, UsageError
+from dcr_stream.errors import ControlError, DcrError, PeerLost, StaleEpoch, TransitionAbandoned, UsageError
 from dcr_stream.interfaces import Monitor
 from dcr_stream.leadership import Leadership
 from dcr_stream.messages import CommitRecord, Sum
@@ -20,6 +22,7 @@ from dcr_stream.protocol import (
     EngineState,
     Fence,
     Message,
+    Offer,
     OpenGates,
     Prepare,
     Prepared,
@@ -30,6 +33,8 @@ from dcr_stream.protocol import (
 from dcr_stream.together import every
 
 __all__ = ["Participants", "pick"]
+
+_POLL_S = 0.2
 
 
 def pick(receiving: Iterable[Receiving], wanted: Callable[[EngineState], bool]) -> list[Receiving]:
@@ -42,7 +47,7 @@ def pick(receiving: Iterable[Receiving], wanted: Callable[[EngineState], bool]) 
 class Participants:
     """Owners and nodes of one transition.
 
-    ``owners`` made the offers; ``current`` (owners) and ``nodes`` are the coordinator's live tables, where those who
+    ``owners`` made the ``offers``; ``current`` (owners) and ``nodes`` are the coordinator's live tables, where those who
     were lost come back. ``skip``: tensors that an owner leaves to
     another. ``left_out``: engines (``node/engine``) that could not be restored and wait for the next transition.
     """
@@ -57,6 +62,35 @@ class Participants:
     settings: TransitionSettings
     monitor: Monitor
     left_out: set[str] = field(default_factory=set)
+    offers: dict[str, Offer] = field(init=False)
+    _incarnations: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offers = {name: peer.offer for name, peer in self.owners.items() if peer.offer is not None}
+        self._incarnations = {name: peer.hello.incarnation for name, peer in self.owners.items()}
+
+    async def owners_are_back(self) -> None:
+        """Wait, bounded, for every owner that was lost; its candidate must be the one of this transition.
+
+        Raises:
+            TransitionAbandoned: it did not come back, or came back without.
+        """
+        with anyio.move_on_after(self.settings.rejoin_deadline_s):
+            while True:
+                for name, peer in self.owners.items():
+                    if peer.gone:
+                        self.owners[name] = self.current.get(name, peer)
+                here = all(not peer.gone and peer.offer is not None for peer in self.owners.values())
+                restarted = any(p.hello.incarnation != self._incarnations[n] for n, p in self.owners.items())
+                if here or restarted:
+                    break
+                await anyio.sleep(_POLL_S)
+        lost = sorted(n for n, peer in self.owners.items() if peer.gone or peer.offer != self.offers[n])
+        if lost:
+            raise TransitionAbandoned(
+                f"owner {', '.join(lost)} is gone, or came back without the candidate of this transition; it is "
+                "abandoned, and the next one sends what the owners have then"
+            )
 
     async def prepare(self, everything: bool = False) -> list[Receiving]:
         """Ask all nodes; engines that are lost, refused or left out are dropped unless ``everything`` is asked for.

@@ -68,8 +68,7 @@ class Transition:
         self._lead, self._all = lead, participants
         self._runtime, self._secret, self._monitor = runtime, secret, monitor
         self._settings = participants.settings
-        self._offers = {name: peer.offer for name, peer in participants.owners.items() if peer.offer is not None}
-        self._incarnations = {name: peer.hello.incarnation for name, peer in participants.owners.items()}
+        self._offers = participants.offers
         self._mine: set[int] = set()
         self._suspicions = 0
         self._accused = False
@@ -140,7 +139,7 @@ class Transition:
     # -- one attempt ------------------------------------------------------------------------------------------------
 
     async def _attempt(self) -> tuple[AttemptRun, CommitRecord]:
-        await self._owners_are_here()
+        await self._all.owners_are_back()
         await self._all.refuse_unequal_replicas()
         kind: StreamKind = "delta"
         if self._lead.version < 0 or any(offer.kind == "dense" for offer in self._offers.values()):
@@ -222,27 +221,6 @@ class Transition:
             timeline={},
             manifests={},
         )
-
-    async def _owners_are_here(self) -> None:
-        """Wait, bounded, for every owner; its candidate must be the one that this transition is about."""
-        owners, current = self._all.owners, self._all.current
-        with anyio.move_on_after(self._settings.rejoin_deadline_s):
-            while True:
-                for name, peer in owners.items():
-                    if peer.gone:
-                        owners[name] = current.get(name, peer)
-                missing = [name for name, peer in owners.items() if peer.gone or peer.offer is None]
-                restarted = [n for n, peer in owners.items() if peer.hello.incarnation != self._incarnations[n]]
-                if restarted or not missing:
-                    break
-                await anyio.sleep(_POLL_S)
-        offers = {name: peer.offer for name, peer in owners.items()}
-        lost = sorted(name for name, offer in offers.items() if owners[name].gone or offer != self._offers[name])
-        if lost:
-            raise TransitionAbandoned(
-                f"owner {', '.join(lost)} is gone, or came back without the candidate of this transition; it is "
-                "abandoned, and the next one sends what the owners have then"
-            )
 
     async def _usable(self, kind: StreamKind) -> list[Receiving]:
         """Engines that take part: prepared, and at v or dirtied only by this candidate. Others are restored first."""
@@ -379,10 +357,10 @@ class Transition:
         """
         if self._lead.version >= 0 and not self._accused:
             dirty = pick(await self._all.prepare(), lambda e: e.mark == "dirty" and self._at_base(e))
-            await self._restored_all(dirty, "revert")
-            await self._restore_each(
-                pick(await self._all.prepare(), lambda e: e.mark != "clean" or not self._at_base(e))
-            )
+            with suppress(TransitionAbandoned):  # owners are accused only now; the same follows
+                await self._restored_all(dirty, "revert")
+                lame = pick(await self._all.prepare(), lambda e: e.mark != "clean" or not self._at_base(e))
+                await self._restore_each(lame)
         await self._fence(abandon=True, forget=self._accused)
         await self._all.open_gates()
 
