@@ -38,7 +38,7 @@ def measure(quick: bool) -> Figures:
 
     async def main() -> None:
         options = DemoOptions(steps=3 if quick else 12, in_process=True)
-        found.append(await run_demo(options, Console(stderr=True, width=170)))
+        found.append(await run_demo(options, Console(stderr=True, width=184)))
 
     run_async(main)
     result = found[0]

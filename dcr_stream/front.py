@@ -53,8 +53,10 @@ def _opener(transport: Transport | None) -> Callable[[str], Transport]:
     return open_transport if transport is None else lambda _: transport
 
 
-def _runtime(network: Network | None, secret: bytes | None) -> Runtime:
-    return Runtime.default(network if network is not None else WebSocketNetwork(secret))
+def _runtime(network: Network | None, secret: bytes | None, insecure_plaintext: bool) -> Runtime:
+    if network is None:
+        network = WebSocketNetwork(secret, insecure_plaintext=insecure_plaintext)
+    return Runtime.default(network)
 
 
 def _rank_name() -> str:
@@ -86,6 +88,7 @@ class Owner:
         transport: Transport | None = None,
         network: Network | None = None,
         secret: bytes | None = None,
+        insecure_plaintext: bool = False,
         settings: OwnerSettings | None = None,
         monitor: Monitor | None = None,
     ) -> Owner:
@@ -93,7 +96,8 @@ class Owner:
 
         ``name`` must differ between ranks; the default is ``rank`` and the environment's ``RANK``. ``secret``
         defaults to the environment's (:func:`dcr_stream.control.load_secret`). ``transport`` replaces the one that
-        the coordinator names, for transports that live in this process.
+        the coordinator names, for transports that live in this process. ``insecure_plaintext`` allows addresses beyond
+        loopback, where frames are authenticated with the secret but not encrypted.
 
         Raises:
             UsageError: the source or the pipeline cannot work, or the secret cannot be read.
@@ -104,7 +108,7 @@ class Owner:
             source,
             run=run,
             pipeline=pipeline if pipeline is not None else default_pipeline(),
-            runtime=_runtime(network, secret),
+            runtime=_runtime(network, secret, insecure_plaintext),
             open_transport=_opener(transport),
             secret=secret,
             settings=settings,
@@ -161,6 +165,12 @@ class Owner:
             offer = self._call(self._role.capture)
         except DcrError as error:
             problem = error
+        except Exception as error:
+            # A user's own stage may raise anything; the other ranks wait for this one's word all the same.
+            problem = CaptureError(
+                f"owner {self.name!r} could not capture: {type(error).__name__}: {error}; repair the stage"
+            )
+            problem.__cause__ = error
         if not self._source.agree(offer is not None) or offer is None:
             self._call(_sync(self._role.drop))
             raise problem or CaptureError("another training rank could not capture; its error says why")
@@ -238,6 +248,7 @@ class Coordinator:
         run: str = "run",
         network: Network | None = None,
         secret: bytes | None = None,
+        insecure_plaintext: bool = False,
         settings: CoordinatorSettings | None = None,
         monitor: Monitor | None = None,
     ) -> AsyncIterator[Coordinator]:
@@ -255,7 +266,7 @@ class Coordinator:
             run,
             commits,
             transport=transport,
-            runtime=_runtime(network, secret),
+            runtime=_runtime(network, secret, insecure_plaintext),
             settings=settings,
             secret=secret,
             monitor=monitor,
@@ -304,6 +315,7 @@ class Node:
         transport: Transport | None = None,
         network: Network | None = None,
         secret: bytes | None = None,
+        insecure_plaintext: bool = False,
         settings: NodeSettings | None = None,
         monitor: Monitor | None = None,
     ) -> AsyncIterator[Node]:
@@ -319,7 +331,7 @@ class Node:
             name,
             [(gate.engine, gate) for gate in engines],
             run=run,
-            runtime=_runtime(network, secret),
+            runtime=_runtime(network, secret, insecure_plaintext),
             open_transport=_opener(transport),
             secret=secret,
             settings=settings,

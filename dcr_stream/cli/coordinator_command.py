@@ -18,7 +18,16 @@ __all__ = ["run_coordinator_command"]
 
 
 def run_coordinator_command(
-    *, commits: Path, transport: str, owners: int, nodes: int, listen: str, run: str, mode: Mode, as_json: bool
+    *,
+    commits: Path,
+    transport: str,
+    owners: int,
+    nodes: int,
+    listen: str,
+    run: str,
+    mode: Mode,
+    insecure_plaintext: bool,
+    as_json: bool,
 ) -> None:
     """Serve until interrupted. Arguments as in ``dcr-stream coordinator --help``."""
     console = Console(stderr=True)
@@ -38,7 +47,14 @@ def run_coordinator_command(
         store = SqliteCommitStore(commits, secret=secret)
         try:
             async with Coordinator.listen(
-                listen, owners=owners, nodes=nodes, transport=transport, commits=store, run=run, secret=secret
+                listen,
+                owners=owners,
+                nodes=nodes,
+                transport=transport,
+                commits=store,
+                run=run,
+                secret=secret,
+                insecure_plaintext=insecure_plaintext,
             ) as coordinator:
                 console.print(f"run {run!r} at {coordinator.address}, committed version {coordinator.version}")
                 await coordinator.serve(mode, on_refit=on_refit)

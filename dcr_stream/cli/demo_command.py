@@ -22,7 +22,7 @@ def run_demo_command(
     options = DemoOptions(steps=steps, mode=mode, transport=transport, kill=kill, in_process=in_process, keep=keep)
     console = Console(stderr=True)
     if not console.is_terminal:
-        console = Console(stderr=True, width=170)
+        console = Console(stderr=True, width=184)
     found: list[DemoResult] = []
 
     async def main() -> None:

@@ -56,9 +56,7 @@ def options(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps; each is followed by a delta refit.")] = 5,
-    mode: Annotated[
-        ModeName, typer.Option(help="sync: gates close first. async: once the delta is staged.")
-    ] = ModeName.asynchronous,
+    mode: Mode = ModeName.asynchronous,
     transport: Annotated[Optional[str], typer.Option(help="file:///DIR; the default is a temporary folder.")] = None,  # noqa: UP045
     kill: Annotated[bool, typer.Option("--kill", help="Kill a receiver while it applies; it rejoins.")] = False,
     in_process: Annotated[bool, typer.Option("--in-process", help="All roles as objects in this process.")] = False,
@@ -99,9 +97,10 @@ def coordinator(
     nodes: Annotated[int, typer.Option(min=1, help="Rollout hosts that the first refit waits for.")] = 1,
     listen: Annotated[str, typer.Option(help="Address to listen at.")] = "dcr://127.0.0.1:7000",
     run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
-    mode: Annotated[
-        ModeName, typer.Option(help="sync: gates close first. async: once the delta is staged.")
-    ] = ModeName.asynchronous,
+    mode: Mode = ModeName.asynchronous,
+    insecure_plaintext: Annotated[
+        bool, typer.Option("--insecure-plaintext", help="Listen beyond loopback without encryption (with a secret).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a coordinator on its own, until interrupted.
@@ -120,6 +119,7 @@ def coordinator(
         listen=listen,
         run=run,
         mode="sync" if mode is ModeName.sync else "async",
+        insecure_plaintext=insecure_plaintext,
         as_json=as_json,
     )
 

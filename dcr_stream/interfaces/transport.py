@@ -28,7 +28,8 @@ __all__ = ["Capabilities", "PayloadSink", "PayloadSource", "Transport"]
 class Capabilities:
     """What a transport can do; the core never guesses.
 
-    ``spans_processes``: usable between processes. ``max_payload_bytes``: larger payloads are refused at composition.
+    ``spans_processes``: usable between processes; programs that start processes check it. ``max_payload_bytes``: an
+    owner refuses larger payloads before it sends them.
     """
 
     spans_processes: bool = True

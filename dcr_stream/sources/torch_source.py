@@ -38,7 +38,7 @@ class TorchSource(Source):
     tensor objects for the life of the source. Tied names are published once each; both must stay equal.
 
     Args:
-        tensors: a module or a mapping of names to live tensors.
+        tensors: a module (what its ``state_dict`` holds) or a mapping of names to live tensors.
         rank, replicas: this rank among those that hold equal weights.
         published_dtype: cast floating-point tensors to this dtype when reading.
         conversions: residual conversions; their inputs are not published themselves.
@@ -60,10 +60,9 @@ class TorchSource(Source):
         if not 0 <= rank < replicas:
             raise UsageError(f"rank {rank} is not among {replicas} replicas")
         if isinstance(tensors, torch.nn.Module):
-            tensors = {
-                **dict(tensors.named_parameters(remove_duplicate=False)),
-                **dict(tensors.named_buffers(remove_duplicate=False)),
-            }
+            # As a checkpoint has them: tied names are all there, non-persistent buffers are not.
+            state = tensors.state_dict(keep_vars=True)
+            tensors = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
         self._live: dict[str, torch.Tensor] = {name: t.detach() for name, t in tensors.items()}
         self._published = published_dtype
         self._agree = agree
@@ -145,9 +144,16 @@ class TorchSource(Source):
         return tuple(tasks)
 
     def _reader(self, tensor: torch.Tensor) -> Callable[[int, int], Words]:
+        rows = tensor if tensor.is_contiguous() else tensor.squeeze()
+        inner = rows[0].numel() if rows.dim() and rows.numel() else 0
+
         def read(lo: int, hi: int) -> Words:
-            # reshape copies a non-contiguous tensor as a whole; contiguous ones are read in place.
-            return words(self._cast(tensor.reshape(-1)[lo:hi]))
+            if rows.is_contiguous() or not inner:
+                return words(self._cast(rows.reshape(-1)[lo:hi]))
+            # Only the rows that hold the range are copied, not the tensor.
+            first = lo // inner
+            part = rows[first : -(-hi // inner)].reshape(-1)
+            return words(self._cast(part[lo - first * inner : hi - first * inner]))
 
         return read
 

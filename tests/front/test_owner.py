@@ -23,7 +23,7 @@ from dcr_stream.errors import (
     TransitionFailed,
     UsageError,
 )
-from dcr_stream.flow import Pipeline, expand
+from dcr_stream.flow import Pipeline, each, expand
 from dcr_stream.gate import EngineGate, LocalEngine
 from dcr_stream.runtime import ThreadWorkers
 from dcr_stream.stages import bucket, chunk, compare, compress, convert, encode, project
@@ -189,6 +189,62 @@ async def test_a_stage_that_drops_a_record_fails_the_refit_and_nothing_advances(
         assert same_bits(world.trained, world.served)
 
 
+async def test_whatever_a_stage_raises_is_a_capture_error_on_every_rank(world: World) -> None:
+    agreement = Agreement()
+    broken = [True]
+
+    def fragile(record: Record) -> Record:
+        if broken[0]:
+            raise ValueError("a fault in the user's own stage")
+        return record
+
+    pipeline = chunk() | compare() | project() | convert() | each(fragile) | encode() | bucket() | compress()
+    sources = [TorchSource(world.trained, rank=r, replicas=2, agree=agreement.of(r)) for r in range(2)]
+    async with (
+        world.listen(owners=2) as coordinator,
+        Node.connect(coordinator.address, [world.gate], name="n", secret=SECRET),
+    ):
+        mine = next(r for r in range(2) if sources[r].tasks())
+        chosen = [pipeline if r == mine else None for r in range(2)]
+        owners = [
+            Owner.connect(coordinator.address, sources[r], name=f"rank{r}", secret=SECRET, pipeline=chosen[r])
+            for r in range(2)
+        ]
+        try:
+            assert await refit_all(owners) == [None, None]  # the first refit is dense and runs no stage of capture
+            await coordinator.refit()
+            shift(world.trained.weight, 1)
+            shift(world.trained.bias, 1)
+            failed = await refit_all(owners)
+            assert [type(error) for error in failed] == [CaptureError, CaptureError]
+            error = failed[mine]
+            assert error is not None
+            assert isinstance(error.__cause__, ValueError)
+            broken[0] = False
+            assert await refit_all(owners) == [None, None]
+            await coordinator.refit()
+        finally:
+            for owner in owners:
+                await anyio.to_thread.run_sync(owner.close)
+    assert same_bits(world.trained, world.served)
+
+
+async def refit_all(owners: list[Owner]) -> list[Exception | None]:
+    """Every owner's refit, each in a thread of its own; what each raised."""
+    results: list[Exception | None] = [None] * len(owners)
+
+    async def one(rank: int) -> None:
+        try:
+            await anyio.to_thread.run_sync(owners[rank].refit)
+        except Exception as error:
+            results[rank] = error
+
+    async with anyio.create_task_group() as tasks:
+        for rank in range(len(owners)):
+            tasks.start_soon(one, rank)
+    return results
+
+
 class Agreement:
     """An all-reduce of "ok" over two training ranks that are threads here."""
 
@@ -226,30 +282,15 @@ async def test_either_every_rank_captures_or_every_rank_raises(world: World) -> 
             for r in range(2)
         ]
         try:
-
-            async def refit() -> list[Exception | None]:
-                results: list[Exception | None] = [None, None]
-
-                async def one(rank: int) -> None:
-                    try:
-                        await anyio.to_thread.run_sync(owners[rank].refit)
-                    except Exception as error:
-                        results[rank] = error
-
-                async with anyio.create_task_group() as tasks:
-                    for rank in range(2):
-                        tasks.start_soon(one, rank)
-                return results
-
-            assert await refit() == [None, None]
+            assert await refit_all(owners) == [None, None]
             await coordinator.refit()
             bias = shift(world.trained.bias, 1)
-            failed = await refit()
+            failed = await refit_all(owners)
             assert isinstance(failed[publishes_bias], RecordsAltered)
             assert isinstance(failed[1 - publishes_bias], CaptureError)
             put_back(world.trained.bias, bias)
             shift(world.trained.weight, 1)
-            assert await refit() == [None, None]
+            assert await refit_all(owners) == [None, None]
             assert (await coordinator.refit()).version == 1
         finally:
             for owner in owners:
