@@ -76,6 +76,7 @@ class CoordinatorRole:
         self._owners: dict[str, Peer] = {}
         self._nodes: dict[str, Peer] = {}
         self._refused: list[str] = []
+        self._abandoned: dict[str, Offer] = {}
         self._changed = anyio.Condition()
         self._turn = anyio.Lock()
         self._transition: Transition | None = None
@@ -238,8 +239,11 @@ class CoordinatorRole:
     async def _hear(self, peer: Peer, message: Message) -> None:
         match message:
             case Offer():
+                if message == self._abandoned.get(peer.name):
+                    # The owner was not there when its candidate was given up.
+                    await peer.connection.notify(Fence(self._lead.epoch, self._attempt, abandon=True))
                 # An offer that the last commit has overtaken is settled by the record.
-                if message.kind == "dense" or message.base == self.version:
+                elif message.kind == "dense" or message.base == self.version:
                     peer.offer = message
                     await self._notify()
             case Announcement():
@@ -281,6 +285,7 @@ class CoordinatorRole:
                 skip=skip,
                 settings=self.settings.transition,
                 monitor=self._monitor,
+                abandoned=self._abandoned,
             ),
             first_attempt=self._attempt,
             runtime=self._runtime,
@@ -294,7 +299,7 @@ class CoordinatorRole:
         fence = Fence(self._lead.epoch, self._attempt, abandon=True)
         for owner in list(self._owners.values()):
             if owner.offer is not None:
-                owner.offer = None
+                self._abandoned[owner.name], owner.offer = owner.offer, None
                 try:
                     await owner.ask(fence, Done, timeout_s=self.settings.transition.prepare_deadline_s)
                 except ControlError:

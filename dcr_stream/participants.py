@@ -47,9 +47,10 @@ def pick(receiving: Iterable[Receiving], wanted: Callable[[EngineState], bool]) 
 class Participants:
     """Owners and nodes of one transition.
 
-    ``owners`` made the ``offers``; ``current`` (owners) and ``nodes`` are the coordinator's live tables, where those who
-    were lost come back. ``skip``: tensors that an owner leaves to
-    another. ``left_out``: engines (``node/engine``) that could not be restored and wait for the next transition.
+    ``owners`` made the ``offers``; ``current`` (owners) and ``nodes`` are the coordinator's live tables, where those
+    who were lost come back. ``skip``: tensors that an owner leaves to another. ``left_out``: engines (``node/engine``)
+    that could not be restored and wait for the next transition. ``abandoned``: the coordinator's memory of candidates
+    given up, for owners that were not there to hear it.
     """
 
     lead: Leadership
@@ -61,6 +62,7 @@ class Participants:
     skip: dict[str, tuple[int, ...]]
     settings: TransitionSettings
     monitor: Monitor
+    abandoned: dict[str, Offer]
     left_out: set[str] = field(default_factory=set)
     offers: dict[str, Offer] = field(init=False)
     _incarnations: dict[str, str] = field(init=False)
@@ -182,6 +184,7 @@ class Participants:
         Whoever does not confirm in time is cut off, and comes back once it is quiet.
         """
         if abandon:
+            self.abandoned.update(self.offers)
             for owner in {*self.owners.values(), *self.current.values()}:
                 owner.offer = None
         order = Fence(self.lead.epoch, floor, abandon, forget)

@@ -1,0 +1,156 @@
+"""Random faults at random moments, from seeds: what must hold after every event, whatever happened before."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from dcr_stream.errors import DcrError
+from dcr_stream.node import NodeRole
+from dcr_stream.owner import OwnerRole
+from dcr_stream.peers import Mode
+from dcr_stream.testing import Faults, FaultyTransport
+from dcr_stream.transports import MemoryTransport
+from tests.protocol.faults import Broken
+from tests.protocol.harness import SETTINGS, Run, nudge, running
+
+pytestmark = pytest.mark.anyio
+
+REFITS = 3
+WRITES = ("begin", "apply", "finish", "load_begin", "load_block", "load_end", "full_sums", "adopt")
+
+
+class Chaos:
+    """Breaks receivers, transport and links while it is ``on``; checks every gate that opens."""
+
+    def __init__(self, seed: int, run: Run, transport: FaultyTransport) -> None:
+        self.random = random.Random(seed)
+        self.run, self.transport, self.seed = run, transport, seed
+        self.on = False
+        self.left = 0
+        self._lock = threading.Lock()
+        for rollout in run.rollouts.values():
+            rollout.receiver.before = self.before_or_after
+            rollout.receiver.after = self.before_or_after
+            rollout.gate.on_open = self.opening(rollout.name)
+
+    def before_or_after(self, method: str) -> None:
+        """Called in worker threads, before and after every call of a receiver."""
+        with self._lock:
+            if not self.on or method not in WRITES or self.left == 0 or self.random.random() > 0.06:
+                return
+            self.left -= 1
+        raise Broken(f"seed {self.seed}: {method}")
+
+    def opening(self, name: str) -> Callable[[int], None]:
+        """A gate opens at a version: its engine must hold exactly that version, and nobody may serve another."""
+
+        def check(version: int) -> None:
+            run = self.run
+            want = run.committed.get(version, run.captured)
+            held = run.rollouts[name].bits()
+            wrong = [tensor for tensor in want if held[tensor] != want[tensor]]
+            assert not wrong, f"seed {self.seed}: {name} opens at {version} with wrong {wrong}"
+            others = self.served() - {version}
+            assert not others, f"seed {self.seed}: {name} opens at {version} while {others} is served"
+
+        return check
+
+    def served(self) -> set[int]:
+        """Versions behind open gates. A node that has lost its coordinator goes on with what it served."""
+        return {
+            r.gate.serving
+            for r in self.run.rollouts.values()
+            if r.gate.serving is not None and r.node._connection is not None
+        }
+
+    def start(self) -> None:
+        """Let things go wrong, a bounded number of times."""
+        self.on, self.left = True, self.random.randrange(4)
+        kinds = self.random.sample(["corrupt", "truncate", "disconnect", "abort"], 2)
+        share = {kind: 0.1 if kind in kinds else 0.0 for kind in ("corrupt", "truncate", "disconnect", "abort")}
+        self.transport._faults = Faults(
+            seed=self.seed,
+            limit=self.random.randrange(4),
+            corrupt=share["corrupt"],
+            truncate=share["truncate"],
+            disconnect=share["disconnect"],
+            abort=share["abort"],
+            duplicate=0.2,
+            delay=0.2,
+        )
+        self.transport.injected.clear()
+
+    def stop(self) -> None:
+        """From here on everything works."""
+        self.on, self.transport._faults = False, Faults()
+
+    async def disconnect(self) -> None:
+        """Now and then a role loses its coordinator for a moment."""
+        while self.random.random() < 0.4:
+            await anyio.sleep(self.random.random() * 0.05)
+            roles: list[OwnerRole | NodeRole] = [*self.run.owners, *(r.node for r in self.run.rollouts.values())]
+            role = self.random.choice(roles)
+            link = role._connection.link if role._connection is not None else None
+            if link is not None:
+                await link.aclose()
+
+
+@pytest.mark.parametrize("block", range(10))
+async def test_random_faults_never_break_what_is_served(block: int) -> None:
+    """Versions only rise, an open gate always serves exactly its version's bits, and all ends exact (C17)."""
+    for seed in range(block * 6, block * 6 + 6):
+        await schedule(seed)
+
+
+async def schedule(seed: int) -> None:
+    """One seeded run of a few refits."""
+    rng = random.Random(seed)
+    transport = FaultyTransport(MemoryTransport(wait_s=0.3), Faults())
+    async with running(transport=transport, settings=SETTINGS) as run:
+        chaos = Chaos(seed, run, transport)
+        versions = [-1]
+        for step in range(REFITS):
+            mode: Mode = rng.choice(["sync", "async"])
+            nudge(run.live, seed * 100 + step, share=rng.choice([0.0, 0.02, 0.5]))
+            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+                await run.offer()
+            nudge(run.live, seed * 100 + step + 50, share=0.01)
+            chaos.start()
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(chaos.disconnect)
+                    await run.commit(mode)
+            except* DcrError:
+                pass
+            chaos.stop()
+            record = run.store.read("test")
+            version = record.version if record is not None else -1
+            assert version in (versions[-1], versions[-1] + 1), f"seed {seed}: {versions} then {version}"
+            versions.append(version)
+            if version > versions[-2]:
+                run.committed[version] = run.captured
+            assert chaos.served() <= {version}, f"seed {seed}: serving {run.serving()} at version {version}"
+        await finish(run, seed)
+
+
+async def finish(run: Run, seed: int) -> None:
+    """Without faults the next refits must succeed, and everybody is exact."""
+    for attempt in range(3):
+        try:
+            await run.joined()
+            await run.refit()
+            break
+        except DcrError:
+            if attempt == 2:
+                raise
+    run.check_exact()
+    nudge(run.live, seed)
+    report = await run.refit()
+    assert report.attempts == 1, f"seed {seed}: {report.failures}"
+    run.check_exact()
+    assert run.serving() == [report.version] * 2, f"seed {seed}"
