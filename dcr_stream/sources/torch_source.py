@@ -11,7 +11,7 @@ import torch
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec, Words
 from dcr_stream.codec.bits import dtype_name, words
 from dcr_stream.delta import Conversion, Segment, Task
-from dcr_stream.errors import UsageError
+from dcr_stream.errors import CaptureError, UsageError
 from dcr_stream.interfaces import Source
 
 __all__ = ["ResidualConversion", "TorchSource", "all_agree"]
@@ -35,7 +35,8 @@ class TorchSource(Source):
     With ``published_dtype`` floating-point tensors are read through that dtype, element by element: fp32 masters
     published as BF16 copies need no second copy in memory. Among ``replicas`` data-parallel ranks that hold the same
     weights, tensor ``name`` belongs to rank ``blake2b(name) mod replicas``. Tensors are read in place: keep the same
-    tensor objects for the life of the source. Tied names are published once each; both must stay equal.
+    tensor objects for the life of the source; what replaces ``tensor.data`` is followed. Tied names are published
+    once each; both must stay equal.
 
     Args:
         tensors: a module (what its ``state_dict`` holds) or a mapping of names to live tensors.
@@ -63,6 +64,7 @@ class TorchSource(Source):
             # As a checkpoint has them: tied names are all there, non-persistent buffers are not.
             state = tensors.state_dict(keep_vars=True)
             tensors = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
+        self._given = dict(tensors)
         self._live: dict[str, torch.Tensor] = {name: t.detach() for name, t in tensors.items()}
         self._published = published_dtype
         self._agree = agree
@@ -90,7 +92,19 @@ class TorchSource(Source):
         return self._agree(ok) if self._agree is not None else ok
 
     def synchronize(self) -> None:
-        """Wait for the devices that hold live tensors."""
+        """Find where live tensors are now, and wait for the devices that hold them.
+
+        Raises:
+            CaptureError: a tensor has another shape or dtype than at first.
+        """
+        for name, given in self._given.items():
+            now, was = given.detach(), self._live[name]
+            if (now.shape, now.dtype) != (was.shape, was.dtype):
+                raise CaptureError(
+                    f"source tensor {name!r} was {was.dtype} {list(was.shape)} and is now {now.dtype} "
+                    f"{list(now.shape)}; a run keeps its tensors: start a new one"
+                )
+            self._live[name] = now
         for device in {t.device for t in self._live.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -135,7 +149,7 @@ class TorchSource(Source):
                     key=name,
                     numel=tensor.numel(),
                     dtype=dtype_name(self._cast(tensor.reshape(-1)[:0]).dtype),
-                    read=self._reader(tensor),
+                    read=self._reader(name),
                     segments=segments,
                     conversions=tuple(by_input.get(name, ())),
                     frozen=name in self._frozen,
@@ -143,11 +157,11 @@ class TorchSource(Source):
             )
         return tuple(tasks)
 
-    def _reader(self, tensor: torch.Tensor) -> Callable[[int, int], Words]:
-        rows = tensor if tensor.is_contiguous() else tensor.squeeze()
-        inner = rows[0].numel() if rows.dim() and rows.numel() else 0
-
+    def _reader(self, name: str) -> Callable[[int, int], Words]:
         def read(lo: int, hi: int) -> Words:
+            tensor = self._live[name]
+            rows = tensor if tensor.is_contiguous() else tensor.squeeze()
+            inner = rows[0].numel() if rows.dim() and rows.numel() else 0
             if rows.is_contiguous() or not inner:
                 return words(self._cast(rows.reshape(-1)[lo:hi]))
             # Only the rows that hold the range are copied, not the tensor.
