@@ -203,6 +203,12 @@ class Run:
             assert await owner.wait_settled(10)
         await until(lambda: self.rollouts.keys() <= self.coordinator._nodes.keys())
 
+    async def joined_or_offered(self) -> None:
+        """Wait until every role is known to the coordinator, settled or not."""
+        await until(lambda: all(owner._joined.is_set() for owner in self.owners))
+        await until(lambda: self.rollouts.keys() <= self.coordinator._nodes.keys())
+        await until(lambda: all(r.node._connection is not None for r in self.rollouts.values()))
+
     def kill(self, role: OwnerRole | NodeRole) -> None:
         """End a role at once, as the death of its process does."""
         self.scopes[role.name].cancel()
@@ -227,7 +233,7 @@ class Run:
             settings=self.coordinator.settings,
             secret=self.secret,
         )
-        async with role.listening("memory://successor") as self.address:
+        async with role.listening("memory://successor:0") as self.address:
             self.coordinator = role
             if move:
                 self.move()

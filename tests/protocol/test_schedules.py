@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 
 import anyio
 import pytest
@@ -32,6 +33,7 @@ class Chaos:
         self.run, self.transport, self.seed = run, transport, seed
         self.on = False
         self.left = 0
+        self.violations: list[str] = []
         self._lock = threading.Lock()
         for rollout in run.rollouts.values():
             rollout.receiver.before = self.before_or_after
@@ -54,9 +56,10 @@ class Chaos:
             want = run.committed.get(version, run.captured)
             held = run.rollouts[name].bits()
             wrong = [tensor for tensor in want if held[tensor] != want[tensor]]
-            assert not wrong, f"seed {self.seed}: {name} opens at {version} with wrong {wrong}"
-            others = self.served() - {version}
-            assert not others, f"seed {self.seed}: {name} opens at {version} while {others} is served"
+            if wrong:
+                self.violations.append(f"{name} opens at {version} with wrong {wrong}")
+            if others := self.served() - {version}:
+                self.violations.append(f"{name} opens at {version} while {others} is served")
 
         return check
 
@@ -107,6 +110,42 @@ async def test_random_faults_never_break_what_is_served(block: int) -> None:
         await schedule(seed)
 
 
+@pytest.mark.parametrize("block", range(4))
+async def test_random_takeovers_never_break_what_is_served(block: int) -> None:
+    """The same with a coordinator that dies at a random moment of every other transition, and a new one each time."""
+    for seed in range(block * 5, block * 5 + 5):
+        await takeovers(seed)
+
+
+async def takeovers(seed: int) -> None:
+    """One seeded run of refits under coordinators that die."""
+    rng = random.Random(seed)
+    transport = FaultyTransport(MemoryTransport(wait_s=0.3), Faults())
+    async with running(transport=transport, settings=SETTINGS) as run, AsyncExitStack() as stack:
+        chaos = Chaos(seed, run, transport)
+        version = -1
+        for step in range(REFITS):
+            nudge(run.live, seed * 100 + step, share=rng.choice([0.02, 0.5]))
+            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+                await run.offer()
+            chaos.start()
+            with anyio.move_on_after(rng.choice([rng.random() * 0.06, 60])), suppress(DcrError):
+                await run.commit(rng.choice(["sync", "async"]))
+            chaos.stop()
+            record = run.store.read("test")
+            reached = record.version if record is not None else -1
+            assert reached in (version, version + 1), f"seed {seed}: {version} then {reached}"
+            if reached > version:
+                run.committed[reached] = run.captured
+            version = reached
+            await stack.enter_async_context(run.successor())
+            await run.joined_or_offered()
+            assert chaos.served() <= {version}, f"seed {seed}: serving {run.serving()} at version {version}"
+            assert not chaos.violations, f"seed {seed}: {chaos.violations}"
+        await finish(run, seed)
+        assert not chaos.violations, f"seed {seed}: {chaos.violations}"
+
+
 async def schedule(seed: int) -> None:
     """One seeded run of a few refits."""
     rng = random.Random(seed)
@@ -135,15 +174,19 @@ async def schedule(seed: int) -> None:
             if version > versions[-2]:
                 run.committed[version] = run.captured
             assert chaos.served() <= {version}, f"seed {seed}: serving {run.serving()} at version {version}"
+            assert not chaos.violations, f"seed {seed}: {chaos.violations}"
         await finish(run, seed)
+        assert not chaos.violations, f"seed {seed}: {chaos.violations}"
 
 
 async def finish(run: Run, seed: int) -> None:
     """Without faults the next refits must succeed, and everybody is exact."""
+    await run.joined_or_offered()
     for attempt in range(3):
         try:
-            await run.joined()
-            await run.refit()
+            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+                await run.offer()
+            await run.commit()
             break
         except DcrError:
             if attempt == 2:
