@@ -210,7 +210,7 @@ async def test_an_owner_that_loses_only_its_link_goes_on_with_its_candidate() ->
 
             transport.before_send = cut
             report = await run.commit()
-        assert (report.version, report.kind) == (1, "delta")
+            assert (report.version, report.kind) == (1, "delta")
         run.check_exact()
 
 

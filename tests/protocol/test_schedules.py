@@ -17,7 +17,7 @@ from dcr_stream.peers import Mode
 from dcr_stream.testing import Faults, FaultyTransport
 from dcr_stream.transports import MemoryTransport
 from tests.protocol.faults import Broken
-from tests.protocol.harness import SETTINGS, Run, nudge, running
+from tests.protocol.harness import Rollout, Run, nudge, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -65,11 +65,7 @@ class Chaos:
 
     def served(self) -> set[int]:
         """Versions behind open gates. A node that has lost its coordinator goes on with what it served."""
-        return {
-            r.gate.serving
-            for r in self.run.rollouts.values()
-            if r.gate.serving is not None and r.node._connection is not None
-        }
+        return {r.gate.serving for r in self.run.rollouts.values() if r.gate.serving is not None and linked(r)}
 
     def start(self) -> None:
         """Let things go wrong, a bounded number of times."""
@@ -121,12 +117,12 @@ async def takeovers(seed: int) -> None:
     """One seeded run of refits under coordinators that die."""
     rng = random.Random(seed)
     transport = FaultyTransport(MemoryTransport(wait_s=0.3), Faults())
-    async with running(transport=transport, settings=SETTINGS) as run, AsyncExitStack() as stack:
+    async with running(transport=transport, offer_deadline_s=0.5) as run, AsyncExitStack() as stack:
         chaos = Chaos(seed, run, transport)
         version = -1
         for step in range(REFITS):
             nudge(run.live, seed * 100 + step, share=rng.choice([0.02, 0.5]))
-            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+            if all([await owner.wait_settled(0.05) for owner in run.owners]):
                 await run.offer()
             chaos.start()
             with anyio.move_on_after(rng.choice([rng.random() * 0.06, 60])), suppress(DcrError):
@@ -150,13 +146,13 @@ async def schedule(seed: int) -> None:
     """One seeded run of a few refits."""
     rng = random.Random(seed)
     transport = FaultyTransport(MemoryTransport(wait_s=0.3), Faults())
-    async with running(transport=transport, settings=SETTINGS) as run:
+    async with running(transport=transport, offer_deadline_s=1) as run:
         chaos = Chaos(seed, run, transport)
         versions = [-1]
         for step in range(REFITS):
             mode: Mode = rng.choice(["sync", "async"])
             nudge(run.live, seed * 100 + step, share=rng.choice([0.0, 0.02, 0.5]))
-            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+            if all([await owner.wait_settled(0.05) for owner in run.owners]):
                 await run.offer()
             nudge(run.live, seed * 100 + step + 50, share=0.01)
             chaos.start()
@@ -179,12 +175,19 @@ async def schedule(seed: int) -> None:
         assert not chaos.violations, f"seed {seed}: {chaos.violations}"
 
 
+def linked(rollout: Rollout) -> bool:
+    """Whether a node has a coordinator; a link that was cut just now is none."""
+    connection = rollout.node._connection
+    return connection is not None and not getattr(connection.link, "_closed", False)
+
+
 async def finish(run: Run, seed: int) -> None:
     """Without faults the next refits must succeed, and everybody is exact."""
+    await until(lambda: all(linked(rollout) for rollout in run.rollouts.values()))
     await run.joined_or_offered()
     for attempt in range(3):
         try:
-            if all([await owner.wait_settled(0.5) for owner in run.owners]):
+            if all([await owner.wait_settled(0.05) for owner in run.owners]):
                 await run.offer()
             await run.commit()
             break
