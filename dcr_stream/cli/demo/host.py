@@ -24,7 +24,7 @@ from dcr_stream.cli.demo.engine import RolloutEngine
 from dcr_stream.errors import DcrError, GateClosed, PeerLost
 from dcr_stream.flow import task_group
 from dcr_stream.front import Node, run_async
-from dcr_stream.gate import EngineGate
+from dcr_stream.gate import EngineGate, RequestGate
 from dcr_stream.interfaces import Engine
 from dcr_stream.messages import ReceiverCall, ReceiverReply
 from dcr_stream.node import NodeSettings
@@ -76,8 +76,8 @@ class HostReport(msgspec.Struct, frozen=True):
 class TimedGate(EngineGate):
     """An engine's gate that remembers for how long it was closed before each version."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, requests: RequestGate | None = None) -> None:
+        super().__init__(engine, requests)
         self.pauses: list[tuple[int, float]] = []
         self._closed_at: float | None = None
 
@@ -147,10 +147,13 @@ class _Host:
                 continue
             self.killed = self.killed or self.engine.killed
             self._old_pauses += self.gate.pauses
+            # Requests that wait for the old engine wait for the new one.
+            waiting = self.gate.requests
+            waiting.shut()
             await self.engine.aclose()
             self.engine = self._make()
             await self.engine.start()
-            self.gate = TimedGate(self.engine)
+            self.gate = TimedGate(self.engine, waiting)
             self.restarts += 1
             await node.replace(self.engine, self.gate)
 

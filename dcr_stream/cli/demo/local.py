@@ -19,7 +19,6 @@ from dcr_stream.cli.demo.host import HOLD_S, Answer, HostReport, TimedGate
 from dcr_stream.cli.demo.rollout_model import ModelConfig, RolloutModel, snapshot
 from dcr_stream.cli.demo.text import checkpoint_path
 from dcr_stream.cli.demo.trainers import StepDone, TrainingEnded, state_path
-from dcr_stream.cli.demo.training import Trainer
 from dcr_stream.cli.demo.watch import Stopwatch
 from dcr_stream.cli.demo.world import LAYOUTS, RUN, TRAINERS, World
 from dcr_stream.errors import DcrError, GateClosed, TransitionFailed
@@ -150,6 +149,8 @@ class LocalWorld(World):
         tell: Callable[[int, StepDone], None],
         stop: threading.Event,
     ) -> None:
+        from dcr_stream.cli.demo.training import Trainer
+
         trainer = Trainer(0, 1, folder / "trainers")
         watch = [Stopwatch() for _ in range(TRAINERS)]
         owners = self.owners = [

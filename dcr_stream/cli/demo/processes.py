@@ -6,25 +6,26 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.forkserver import ensure_running
 
-__all__ = ["process_context", "warm_up"]
+__all__ = ["EVERYTHING", "process_context", "warm_up"]
 
-PRELOAD = ["dcr_stream.cli.demo.worker", "dcr_stream.cli.demo.training"]
+WORKERS = ("dcr_stream.cli.demo.worker",)
+EVERYTHING = ("dcr_stream.cli.demo.host", "dcr_stream.cli.demo.trainers", "dcr_stream.cli.demo.training")
 
 
-def process_context() -> ForkServerContext | SpawnContext:
+def process_context(preload: tuple[str, ...] = WORKERS) -> ForkServerContext | SpawnContext:
     """The multiprocessing context of all processes: ``forkserver``, or ``spawn`` where that does not exist.
 
-    A process forked from the server starts in milliseconds instead of the seconds that importing torch takes. The
-    server is single-threaded and holds no weights.
+    The server imports ``preload`` once, when this process first needs it. A process forked from it starts in
+    milliseconds instead of the seconds that importing torch takes. It is single-threaded and holds no weights.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(list(preload))
     return context
 
 
 def warm_up() -> None:
     """Start the server, which imports in the background; call it early. Idempotent."""
-    if isinstance(process_context(), ForkServerContext):
+    if isinstance(process_context(EVERYTHING), ForkServerContext):
         ensure_running()

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from dcr_stream.cli.demo.training import Trainer
 from dcr_stream.cli.demo.watch import Stopwatch, Times
 from dcr_stream.errors import DcrError, TransitionFailed
 from dcr_stream.front import Owner
@@ -56,6 +55,8 @@ def state_path(folder: Path, version: int) -> Path:
 
 def train(settings: TrainerSettings, pipe: Connection) -> None:
     """Take ``steps`` AdamW steps with a refit before the first and after each. Entry point of the process."""
+    from dcr_stream.cli.demo.training import Trainer  # transformers takes seconds to import; only trainers need it
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     watch = Stopwatch()

@@ -18,7 +18,7 @@ import anyio.to_thread
 import msgspec
 
 from dcr_stream.cli.demo.host import Answer, Ask, HostReport, HostSettings, serve_host
-from dcr_stream.cli.demo.processes import process_context
+from dcr_stream.cli.demo.processes import EVERYTHING, process_context
 from dcr_stream.cli.demo.trainers import StepDone, TrainerSettings, TrainingEnded, train
 from dcr_stream.errors import DcrError, PeerLost, TransitionFailed
 from dcr_stream.flow import task_group
@@ -80,7 +80,7 @@ class ProcessWorld(World):
     ) -> AsyncIterator[ProcessWorld]:
         """Start all processes; end them, and wait until they are gone, when the block ends."""
         children: list[_Child] = []
-        context = process_context()
+        context = process_context(EVERYTHING)
 
         def spawn(target: Callable[..., None], settings: msgspec.Struct, name: str, expendable: bool) -> _Child:
             ours, theirs = context.Pipe()
