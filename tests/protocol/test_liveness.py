@@ -303,6 +303,7 @@ async def test_a_base_lost_after_the_ack_is_not_adopted() -> None:
         report = await run.refit()
         assert report.version == 1
         assert run.serving() == [None, 1]
+        assert run.rollouts["n0"].mark == "empty"
         receiver.before = lambda method: None
         nudge(run.live, 2)
         assert (await run.refit()).restored == 1
