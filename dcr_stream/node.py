@@ -36,6 +36,7 @@ from dcr_stream.protocol import (
     Stage,
     Staged,
 )
+from dcr_stream.route import Route
 from dcr_stream.running import Running
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, greet, session
@@ -85,9 +86,7 @@ class NodeRole:
         self._runtime, self._secret = runtime, secret
         self._settings = settings or NodeSettings()
         self._monitor = monitor or NullMonitor()
-        self._open_transport = open_transport
-        self._transport: Transport | None = None
-        self._transport_url = ""
+        self._route = Route(f"node {name!r}", open_transport)
         self._incarnation = secrets.token_hex(8)
         self._slots: dict[str, EngineSlot] = {}
         for engine, gate in engines:
@@ -139,10 +138,7 @@ class NodeRole:
         hello = Hello("node", self.name, self.run, self._incarnation, version)
         welcome = await greet(connection, hello, timeout_s=self._settings.join_deadline_s)
         self._fences.follow(welcome.epoch)
-        if welcome.transport != self._transport_url:
-            if self._transport is not None:
-                await self._transport.aclose()
-            self._transport, self._transport_url = self._open_transport(welcome.transport), welcome.transport
+        await self._route.follow(welcome.transport)
         if welcome.record is not None:
             await self._adopt(welcome.record)
 
@@ -203,12 +199,12 @@ class NodeRole:
         self._fences.check(order.attempt)
         await self._stop()
         self._fences.check(order.attempt)  # a fence may have come meanwhile
-        if self._directory is None or self._transport is None:
+        if self._directory is None:
             raise UsageError("the coordinator ordered staging before prepare; versions must match")
         slots = [self._slot(name) for name in order.engines]
         delivery = Delivery(order, slots, self._directory, self._runtime.workers, self._settings.block_bytes)
         run = self._running = Running(order, slots, delivery)
-        source_of = self._transport.open_source(order.attempt, self.name)
+        source_of = self._route.transport.open_source(order.attempt, self.name)
         async with run.working(), self._step("stage"), source_of as source:
             staging = run.staging = Staging(
                 order,
@@ -279,6 +275,7 @@ class NodeRole:
                 if attempt is not None and slot in named:
                     await slot.adopt(attempt, record.version)
                 if slot.gate.serving not in (None, record.version):
+                    slot.gate.shut()  # first, and whatever the engine's hooks do: others open at the new version
                     await slot.gate.close(_closing(record.epoch))
             except DcrError as error:
                 who = f"node {self.name}"

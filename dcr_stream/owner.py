@@ -51,6 +51,7 @@ from dcr_stream.protocol import (
     Stream,
     SumsRequest,
 )
+from dcr_stream.route import Route
 from dcr_stream.runtime import Runtime
 from dcr_stream.sending import send_records
 from dcr_stream.session import MessageConnection, greet, session
@@ -104,7 +105,7 @@ class OwnerRole:
         self.last: Outcome | None = None
         self._source, self._runtime, self._secret = source, runtime, secret
         self._front, self._back = pipeline.split()
-        self._open_transport = open_transport
+        self._route = Route(f"owner {name!r}", open_transport)
         self._settings = settings or OwnerSettings()
         self._monitor = monitor or NullMonitor()
         self._incarnation = secrets.token_hex(8)
@@ -117,8 +118,6 @@ class OwnerRole:
         self._manifests: dict[str, Attempt] = {}
         self._sent: set[Attempt] = set()
         self._sending: dict[Attempt, tuple[CancelScope, anyio.Event]] = {}
-        self._transport: Transport | None = None
-        self._transport_url = ""
         self._connection: MessageConnection | None = None
         self._fences = Fences(f"owner {name!r}")
         self._settled = anyio.Event()
@@ -230,10 +229,7 @@ class OwnerRole:
         hello = Hello("owner", self.name, self.run, self._incarnation, self.version, shape)
         welcome = await greet(connection, hello, timeout_s=self._settings.join_deadline_s)
         self._fences.follow(welcome.epoch)
-        if welcome.transport != self._transport_url:
-            if self._transport is not None:
-                await self._transport.aclose()
-            self._transport, self._transport_url = self._open_transport(welcome.transport), welcome.transport
+        await self._route.follow(welcome.transport)
         if welcome.record is not None:
             await self._adopt(welcome.record)
         self._connection = connection
@@ -268,15 +264,14 @@ class OwnerRole:
     async def _stream(self, order: Stream) -> Manifest:
         attempt = order.attempt
         self._fences.check(attempt)
-        if self._transport is None:
-            raise UsageError(f"owner {self.name!r} was ordered to send before it was welcomed; versions must match")
+        transport = self._route.transport
         self._sent.add(attempt)
         with CancelScope() as scope:
             ended = anyio.Event()
             self._sending[attempt] = scope, ended
             try:
                 async with self._step("stream"):
-                    manifest = await self._send(order, self._transport)
+                    manifest = await self._send(order, transport)
                 self._manifests[manifest_digest(manifest)] = attempt
                 return manifest
             except ExceptionGroup as group:
@@ -306,6 +301,7 @@ class OwnerRole:
                 self._back,
                 sink,
                 announce,
+                max_bytes=transport.capabilities.max_payload_bytes,
                 directory=directory.digest,
                 secret=self._secret,
                 runtime=self._runtime,
@@ -379,10 +375,9 @@ class OwnerRole:
     async def _discard(self) -> None:
         """Free what was sent in void attempts; a transport that does not answer now is asked again later."""
         for attempt in [attempt for attempt in self._sent if self._fences.void(attempt)]:
-            if self._transport is not None:
-                with suppress(TransportError):
-                    await self._transport.discard(attempt)
-                    self._sent.discard(attempt)
+            with suppress(TransportError):
+                await self._route.transport.discard(attempt)
+                self._sent.discard(attempt)
 
     def _step(self, name: str) -> AbstractAsyncContextManager[None]:
         return step(self._monitor, self._runtime.clock, f"owner {self.name}", name)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from dcr_stream.codec import seal_manifest, seal_payload
 from dcr_stream.delta import CodedBucket, Record
-from dcr_stream.errors import RecordsAltered
+from dcr_stream.errors import PayloadRejected, RecordsAltered
 from dcr_stream.flow import Limits, Pipeline, execute
 from dcr_stream.interfaces import Monitor, PayloadSink, Workers
 from dcr_stream.messages import Announcement, Manifest, ManifestEntry, PayloadId, PayloadKind
@@ -28,6 +28,7 @@ async def send_records(
     sink: PayloadSink,
     announce: Callable[[Announcement], Awaitable[None]],
     *,
+    max_bytes: int | None,
     directory: str,
     secret: bytes | None,
     runtime: Runtime,
@@ -39,6 +40,7 @@ async def send_records(
     A payload is announced once every node can fetch it.
 
     Raises:
+        PayloadRejected: a payload is larger than ``max_bytes``, what the transport takes.
         RecordsAltered: a stage after encode drops or repeats entries.
     """
     entries: list[ManifestEntry] = []
@@ -51,6 +53,11 @@ async def send_records(
         payload = await runtime.workers.run(
             seal_payload, coded, id=id, base=order.base, kind=kind, directory=directory, secret=secret
         )
+        if max_bytes is not None and payload.nbytes > max_bytes:
+            raise PayloadRejected(
+                f"payload {id.name} of owner {owner!r} has {payload.nbytes:,} bytes, more than the {max_bytes:,} that "
+                "the transport takes; lower bucket(max_bytes=)"
+            )
         await sink.send(payload)
         await announce(Announcement(id, payload.nbytes, payload.seal))
         entries.append(ManifestEntry(id.sequence, payload.nbytes, payload.seal))

@@ -21,6 +21,10 @@ class Gate(ABC):
         """The version that requests are admitted to; None while closed."""
 
     @abstractmethod
+    def shut(self) -> None:
+        """Stop admissions at once: no drain, no hook, and no way to fail. Running requests go on."""
+
+    @abstractmethod
     async def close(self, order: CloseGates) -> None:
         """Stop admissions, drain, pause the engine and drop its caches. Idempotent.
 

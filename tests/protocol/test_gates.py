@@ -108,7 +108,7 @@ async def test_gates_start_closed_until_the_first_commit() -> None:
 
 
 async def test_an_engine_that_does_not_close_fails_the_attempt_and_is_left_out_of_the_next() -> None:
-    """Nothing was written into it, and nothing will be: it goes on with v and is asked again in the next transition."""
+    """Nothing was written into it: it goes on with v until the commit, and is asked again in the next transition."""
     async with running() as run:
         await run.refit()
         nudge(run.live, 1)
@@ -120,6 +120,7 @@ async def test_an_engine_that_does_not_close_fails_the_attempt_and_is_left_out_o
         report = await run.refit()
         assert (report.attempts, report.record.members) == (2, ("n0/engine",))
         assert "EngineHookFailed" in report.failures[0]
+        assert run.serving() == [1, None], "no gate stays open at v while others serve v+1, whatever the hooks do"
         run.rollouts["n1"].engine._pause = None
         nudge(run.live, 2)
         report = await run.refit()

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from dcr_stream.codec import seal_manifest, words
 from dcr_stream.errors import TransitionAbandoned
 from dcr_stream.interfaces import PayloadSink
+from dcr_stream.interfaces.transport import Capabilities
 from dcr_stream.messages import Announcement, Attempt, Manifest, Payload, PayloadId
 from dcr_stream.node import NodeRole, NodeSettings
 from dcr_stream.owner import OwnerRole
@@ -281,3 +282,14 @@ def scramble(tensors: dict[str, torch.Tensor]) -> None:
         flat = words(tensor)
         noise = torch.randint(0, 255, (flat.nbytes,), generator=generator, dtype=torch.uint8).numpy()
         flat.view("u1")[:] = noise
+
+
+async def test_a_payload_that_the_transport_does_not_take_is_refused_before_it_is_sent() -> None:
+    async with running(transport=MemoryTransport(max_bytes=1 << 20)) as run:
+        await run.refit()
+        run.transport.capabilities = Capabilities(spans_processes=False, max_payload_bytes=100)  # type: ignore[misc]
+        nudge(run.live, 1)
+        await run.offer()
+        with pytest.raises(TransitionAbandoned, match=r"PayloadRejected.*lower bucket"):
+            await run.coordinator.refit("async")
+        assert run.serving() == [0, 0]
