@@ -18,9 +18,11 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since some fixed point, never going back."""
+        ...
 
     def wall(self) -> float:
         """Seconds since the Unix epoch."""
+        ...
 
 
 class Workers(Protocol):
@@ -28,6 +30,7 @@ class Workers(Protocol):
 
     async def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``fn`` off the event loop."""
+        ...
 
 
 class Link(ABC):

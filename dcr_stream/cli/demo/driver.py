@@ -229,6 +229,7 @@ async def _drive(run: DemoRun, coordinator: Coordinator, world: ProcessWorld | L
 
 async def _all_serve(coordinator: Coordinator, world: World, version: int) -> None:
     """Wait, bounded, until every host serves ``version``; a restarted engine is restored on the way."""
+    waiting: list[str] = []
     with anyio.move_on_after(_REPAIR_S):
         while True:
             waiting = [host for host in LAYOUTS if (await world.report(host)).serving != version]
