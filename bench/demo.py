@@ -19,7 +19,8 @@ from collections import defaultdict
 from rich.console import Console
 
 from bench._report import Figures, Targets, report
-from dcr_stream.cli.demo.driver import DemoOptions, DemoResult, run_demo
+from dcr_stream.cli.demo.driver import DemoResult, run_demo
+from dcr_stream.cli.demo.options import DemoOptions
 from dcr_stream.front import run_async
 
 TARGETS: Targets = {

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from dcr_stream.cli.demo.driver import DemoOptions, DemoResult, run_demo
+from dcr_stream.cli.demo.driver import DemoResult, run_demo
+from dcr_stream.cli.demo.options import DemoOptions
 from dcr_stream.front import run_async
-from dcr_stream.peers import Mode
 
 __all__ = ["run_demo_command"]
 
 
-def run_demo_command(
-    *, steps: int, mode: Mode, transport: str | None, kill: bool, in_process: bool, as_json: bool, keep: Path | None
-) -> int:
+def run_demo_command(options: DemoOptions, *, as_json: bool) -> int:
     """Run the demonstration; returns the exit status: 0 if everything is exact, 1 if any bit or answer is not."""
-    options = DemoOptions(steps=steps, mode=mode, transport=transport, kill=kill, in_process=in_process, keep=keep)
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=184)
@@ -41,7 +37,7 @@ def run_demo_command(
     console.print(
         f"{exact} of {len(result.rows)} refits bit-exact over {result.compared_elements:,} compared elements; "
         f"{responses.total} responses, {responses.mixed} mixed"
-        + (f"; receiver killed: {result.killed}, repaired: {result.repaired}" if kill else "")
+        + (f"; receiver killed: {result.killed}, repaired: {result.repaired}" if options.kill else "")
     )
     if as_json:
         sys.stdout.write(msgspec.json.encode(_figures(options, result)).decode() + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -71,22 +71,15 @@ def demo(
 
     Example: dcr-stream demo --steps 3 --mode sync --kill
     """
+    from dcr_stream.cli.demo.options import DemoOptions
     from dcr_stream.cli.demo.text import checkpoint_path
 
+    name: Literal["sync", "async"] = "sync" if mode is ModeName.sync else "async"
+    options = DemoOptions(steps=steps, mode=name, transport=transport, kill=kill, in_process=in_process, keep=keep)
     checkpoint_path()  # names what is not installed before anything that needs it is imported
     from dcr_stream.cli.demo_command import run_demo_command
 
-    raise typer.Exit(
-        run_demo_command(
-            steps=steps,
-            mode="sync" if mode is ModeName.sync else "async",
-            transport=transport,
-            kill=kill,
-            in_process=in_process,
-            as_json=as_json,
-            keep=keep,
-        )
-    )
+    raise typer.Exit(run_demo_command(options, as_json=as_json))
 
 
 @app.command()

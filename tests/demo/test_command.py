@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcr_stream.cli.demo.driver import DemoOptions
+from dcr_stream.cli.demo.options import DemoOptions
 from dcr_stream.errors import UsageError
 
 pytestmark = pytest.mark.processes

@@ -11,8 +11,9 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import save_file
 
-from dcr_stream.cli.demo.driver import DemoOptions, DemoRun, judge
+from dcr_stream.cli.demo.driver import DemoRun, judge
 from dcr_stream.cli.demo.host import Answer
+from dcr_stream.cli.demo.options import DemoOptions
 from dcr_stream.cli.demo.reference import Compared, EngineDump, Mismatch, ReferenceEmbedding, ReferenceReport
 from dcr_stream.cli.demo.trainers import state_path
 from dcr_stream.cli.demo.verdict import Given, entropy_bound, judge_responses

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dcr_stream.cli.demo.local import LocalWorld
+from dcr_stream.cli.demo.options import DemoOptions
 from dcr_stream.cli.demo.processes import warm_up
 from dcr_stream.cli.demo.reference import (
     EngineDump,
@@ -36,31 +37,13 @@ from dcr_stream.errors import TransitionFailed, UsageError
 from dcr_stream.flow import task_group
 from dcr_stream.front import Coordinator
 from dcr_stream.interfaces import Network
-from dcr_stream.peers import Mode, RefitReport, TransitionSettings
+from dcr_stream.peers import RefitReport, TransitionSettings
 from dcr_stream.transports import open_transport
 
-__all__ = ["DemoOptions", "DemoResult", "DemoRun", "judge", "run_demo"]
+__all__ = ["DemoResult", "DemoRun", "judge", "run_demo"]
 
 _REPAIR_S = 60.0
 _BETWEEN_REQUESTS_S = 0.03
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """``steps`` delta refits after the first dense one. ``transport``: a URL, or None for a temporary folder."""
-
-    steps: int = 5
-    mode: Mode = "async"
-    transport: str | None = None
-    kill: bool = False
-    in_process: bool = False
-    keep: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.steps <= 1000:
-            raise UsageError(f"--steps {self.steps}: give a number from 1 to 1000")
-        if self.kill and self.in_process:
-            raise UsageError("--kill ends a process, and with --in-process there is none to end; leave one out")
 
 
 @dataclass
@@ -102,6 +85,8 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         DcrError: something could not be started or did not end; everything that was started is gone by then.
     """
     checkpoint_path()
+    if options.transport is not None:
+        await _check_transport(options.transport, options.in_process)
     if not options.in_process:
         warm_up()
     secret, network = new_secret(), MemoryNetwork() if options.in_process else None
@@ -115,10 +100,6 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         url = options.transport or f"file://{folder / 'payloads'}"
         if options.transport is None:
             (folder / "payloads").mkdir()
-        transport = open_transport(url)
-        if not transport.capabilities.spans_processes and not options.in_process:
-            raise UsageError(f"--transport {url} works within one process only; use file://DIR, or add --in-process")
-        await transport.aclose()
         requests = request_tokens(await anyio.to_thread.run_sync(load_tokenizer))
         run = DemoRun(options, folder, progress, requests)
         async with (
@@ -144,6 +125,13 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             shutil.copytree(folder, options.keep, dirs_exist_ok=True)
     show(result.rows, console)
     return result
+
+
+async def _check_transport(url: str, in_process: bool) -> None:
+    transport = open_transport(url)
+    if not transport.capabilities.spans_processes and not in_process:
+        raise UsageError(f"--transport {url} works within one process only; use file://DIR, or add --in-process")
+    await transport.aclose()
 
 
 @asynccontextmanager
