@@ -6,6 +6,7 @@ interrupted.
 
 from __future__ import annotations
 
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -119,21 +120,27 @@ def coordinator(
 
 def main() -> None:
     """Entry point: errors are one line that names the thing and the way out, never a traceback."""
+    # A polite end cleans up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         app()
-    except (DcrError, ExceptionGroup) as error:
+    except (DcrError, BaseExceptionGroup, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) or _interrupted(error):
+            sys.stderr.write("interrupted\n")
+            sys.exit(130)
         found = _typed(error)
         if not found:
             raise
         for text in dict.fromkeys(found):
             sys.stderr.write(f"error: {text}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
 
 
-def _typed(error: Exception) -> list[str]:
+def _interrupted(error: BaseException) -> bool:
+    return isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is not None
+
+
+def _typed(error: BaseException) -> list[str]:
     """Texts of the typed errors in ``error``; empty if anything else is among them."""
     if isinstance(error, DcrError):
         return [str(error)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from dcr_stream.cli.demo.engine import RolloutEngine
+from dcr_stream.cli.demo.processes import when_closed
 from dcr_stream.errors import DcrError, GateClosed, PeerLost
 from dcr_stream.flow import task_group
 from dcr_stream.front import Node, run_async
@@ -224,14 +224,9 @@ async def _serve(settings: HostSettings, pipe: Connection) -> None:
     app.router.add_post("/v1/embeddings", host.embeddings)
     app.router.add_post("/demo/dump", host.dump)
     app.router.add_get("/demo/report", host.report)
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)  # requests may wait for a gate that stays closed
     gone = anyio.Event()
-    loop_stop = anyio.lowlevel.current_token()
-
-    def until_parent_is_gone() -> None:
-        with suppress(EOFError, OSError):
-            pipe.recv_bytes()
-        anyio.from_thread.run_sync(gone.set, token=loop_stop)
+    token = anyio.lowlevel.current_token()
 
     try:
         await runner.setup()
@@ -247,7 +242,7 @@ async def _serve(settings: HostSettings, pipe: Connection) -> None:
             secret=settings.secret,
             settings=limits,
         ) as node:
-            threading.Thread(target=until_parent_is_gone, daemon=True).start()
+            when_closed(pipe, lambda: anyio.from_thread.run_sync(gone.set, token=token))
             try:
                 pipe.send_bytes(msgspec.json.encode(port))
             except BrokenPipeError:

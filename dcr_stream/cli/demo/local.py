@@ -125,7 +125,7 @@ class LocalWorld(World):
                         world._train, coordinator.address, secret, folder, steps, network, transport, tell, stop
                     )
                     for ended in world.ended.values():
-                        if ended.error:
+                        if ended.error and not stop.is_set():
                             raise TransitionFailed(f"the trainer stopped: {ended.error}")
                     world.trainers_done.set()
 

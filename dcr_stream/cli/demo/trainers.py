@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from dcr_stream.cli.demo.processes import when_closed
 from dcr_stream.cli.demo.watch import Stopwatch, Times
 from dcr_stream.errors import DcrError, TransitionFailed
 from dcr_stream.front import Owner
@@ -59,6 +62,9 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    # A trainer holds nothing that must be saved, and may be deep in a step or a wait: it ends where it is.
+    ended = threading.Event()
+    when_closed(pipe, lambda: os._exit(0))
     watch = Stopwatch()
     try:
         folder = Path(settings.folder)
@@ -87,8 +93,7 @@ def train(settings: TrainerSettings, pipe: Connection) -> None:
                 raise TransitionFailed(f"the last refit did not commit: {outcome and outcome.error}")
             pipe.send_bytes(msgspec.json.encode(TrainingEnded("", owner.baseline_bytes, watch.times)))
             # An engine that is restarted after the last step is restored by the owners: stay until told to go.
-            with suppress(EOFError, OSError):
-                pipe.recv_bytes()
+            ended.wait()
     except DcrError as error:
         with suppress(BrokenPipeError):
             problem = f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, int] = {"tp1": 1, "tp2": 2}
 """Rollout engines by host name, and how many tensor-parallel ranks each has."""
 
 TRAINERS = 2
-_START_S = 60.0
+_GRACE_S = 4.0
 
 
 class World(ABC):
@@ -54,7 +55,6 @@ class World(ABC):
 class _Child:
     process: ForkServerProcess | SpawnProcess
     pipe: Connection
-    expendable: bool
 
 
 @dataclass
@@ -82,12 +82,12 @@ class ProcessWorld(World):
         children: list[_Child] = []
         context = process_context(EVERYTHING)
 
-        def spawn(target: Callable[..., None], settings: msgspec.Struct, name: str, expendable: bool) -> _Child:
+        def spawn(target: Callable[..., None], settings: msgspec.Struct, name: str) -> _Child:
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(settings, theirs), name=name)
             process.start()
             theirs.close()
-            children.append(_Child(process, ours, expendable))
+            children.append(_Child(process, ours))
             return children[-1]
 
         async with AsyncExitStack() as stack:
@@ -98,11 +98,11 @@ class ProcessWorld(World):
             for name, ranks in LAYOUTS.items():
                 fatal = kill_at if ranks > 1 else -1
                 settings = HostSettings(name, ranks, coordinator.address, RUN, secret, fatal)
-                hosts[name] = await anyio.to_thread.run_sync(spawn, serve_host, settings, f"rollout {name}", False)
+                hosts[name] = await anyio.to_thread.run_sync(spawn, serve_host, settings, f"rollout {name}")
             trainers: list[_Child] = []
             for rank in range(TRAINERS):
                 job = TrainerSettings(rank, TRAINERS, steps, coordinator.address, RUN, secret, str(folder))
-                trainers.append(await anyio.to_thread.run_sync(spawn, train, job, f"trainer {rank}", True))
+                trainers.append(await anyio.to_thread.run_sync(spawn, train, job, f"trainer {rank}"))
             for name, child in hosts.items():
                 port = msgspec.json.decode(await _receive(child, f"rollout host {name}"), type=int | str)
                 if isinstance(port, str):
@@ -173,18 +173,14 @@ async def _receive(child: _Child, who: str) -> bytes:
 
 
 async def _end(children: list[_Child]) -> None:
-    """Close the pipes, which hosts take as the end; trainers are ended at once. Kill what is left after a moment."""
+    """Close the pipes, which children take as the end; kill what is left after a moment."""
 
     def end() -> None:
+        limit = time.monotonic() + _GRACE_S
         for child in children:
             child.pipe.close()
-            if child.expendable:
-                child.process.terminate()
         for child in children:
-            child.process.join(5)
-            if child.process.is_alive():
-                child.process.terminate()
-                child.process.join(5)
+            child.process.join(max(0.0, limit - time.monotonic()))
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
