@@ -16,8 +16,10 @@ from dcr_stream.canonical import TensorDirectory
 from dcr_stream.errors import (
     CommitRecordUnreadable,
     ControlError,
+    DcrError,
     DirectoryMismatch,
     PeerLost,
+    StaleEpoch,
     TransitionFailed,
     UsageError,
 )
@@ -26,9 +28,10 @@ from dcr_stream.leadership import Leadership
 from dcr_stream.messages import Announcement, CommitRecord
 from dcr_stream.participants import Participants
 from dcr_stream.peers import Mode, Peer, RefitReport, TransitionSettings
-from dcr_stream.protocol import PROTOCOL, Done, Fence, Hello, Message, Offer, Shape, Welcome
+from dcr_stream.protocol import PROTOCOL, Adopt, Done, Fence, Hello, Message, Offer, OpenGates, Shape, Welcome
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, message_connection
+from dcr_stream.together import every
 from dcr_stream.transition import Transition
 
 __all__ = ["CoordinatorRole", "CoordinatorSettings"]
@@ -80,6 +83,7 @@ class CoordinatorRole:
         self._changed = anyio.Condition()
         self._turn = anyio.Lock()
         self._transition: Transition | None = None
+        self._untold: CommitRecord | None = None
         self._attempt = 0
         self._joined_once = False
 
@@ -118,6 +122,7 @@ class CoordinatorRole:
             UsageError, DirectoryMismatch, PlacementError: owners or receivers do not fit together.
         """
         async with self._turn:
+            await self._tell_untold()
             await self._wait_for(self._all_joined, self.settings.join_deadline_s, self._who_is_missing)
             self._joined_once = True
             try:
@@ -130,6 +135,7 @@ class CoordinatorRole:
             try:
                 return await transition.run()
             finally:
+                self._untold = transition.untold
                 self._attempt = transition.next_attempt
                 self._transition = None
 
@@ -140,6 +146,7 @@ class CoordinatorRole:
         transition.
         """
         async with self._turn:
+            await self._tell_untold()
             if not self._joiners():
                 return 0
             transition = await self._begin("async")
@@ -159,6 +166,8 @@ class CoordinatorRole:
             DcrError: what a next transition could not repair either.
         """
         while True:
+            async with self._turn:
+                await self._tell_untold()
             async with self._changed:
                 while not (self._any_offered() or self._joiners()):
                     await self._changed.wait()
@@ -171,6 +180,30 @@ class CoordinatorRole:
                     await self.restore_joiners()
             except TransitionFailed as error:
                 self._monitor.step("coordinator", "transition failed", seconds=0.0, detail=str(error))
+
+    async def _tell_untold(self) -> None:
+        """Finish what an earlier call had committed and was cancelled before everybody was told of."""
+        record = self._untold
+        if record is None:
+            return
+
+        async def tell(peer: Peer) -> None:
+            messages: list[Message] = [Adopt(record)]
+            if peer.hello.role == "node":
+                messages.append(OpenGates(record.version, self._lead.epoch))
+            elif peer.offer is not None and peer.offer.base < record.version:
+                peer.offer = None  # the record settles it
+            try:
+                for message in messages:
+                    await peer.ask(message, Done, timeout_s=self.settings.transition.advance_deadline_s)
+            except StaleEpoch:
+                raise
+            except DcrError as error:  # it settles when it comes back
+                self._monitor.step("coordinator", "repeating the commit failed", seconds=0.0, detail=str(error))
+
+        await self._lead.check()
+        await every([*self._owners.values(), *self._nodes.values()], tell)
+        self._untold = None
 
     # -- peers ------------------------------------------------------------------------------------------------------
 

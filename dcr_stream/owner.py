@@ -66,7 +66,7 @@ class OwnerSettings:
     """Limits of an owner. ``piece_bytes``: complete tensors are sent in pieces of about this size."""
 
     capture: CaptureSettings = field(default_factory=CaptureSettings)
-    piece_bytes: int = 32 << 20
+    piece_bytes: int = 4 << 20
     join_deadline_s: float = 30.0
     reconnect_s: float = 1.0
 

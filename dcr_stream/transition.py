@@ -64,6 +64,8 @@ class Transition:
         monitor: Monitor,
     ) -> None:
         self.next_attempt = first_attempt
+        self.untold: CommitRecord | None = None
+        """A record that was committed and that not everybody was told of, because the caller gave up."""
         self._mode: Mode = mode
         self._lead, self._all = lead, participants
         self._runtime, self._secret, self._monitor = runtime, secret, monitor
@@ -102,11 +104,15 @@ class Transition:
                 await self._fence()
                 if isinstance(error, _FATAL) and not isinstance(error, _REPAIRABLE):
                     await self._give_up()
+                    if len(failures) > 1:
+                        raise type(error)(f"{error} (what failed first: {failures[0]})") from error
                     raise
                 if self._mode == "async":
                     await self._all.open_gates()
             else:
+                self.untold = record
                 await self._finish(record, run)
+                self.untold = None
                 return self._report(record, run, failures)
         await self._give_up()
         raise TransitionAbandoned(

@@ -46,6 +46,7 @@ class LocalEngine(Engine):
         self.ranks = len(receivers)
         self._receivers = tuple(receivers)
         self._workers = workers
+        self.keeps_requests = pause is not None
         self._pause = pause
         self._resume = resume
         self._invalidate_caches = invalidate_caches

@@ -18,18 +18,18 @@ async def close_engine(engine: Engine, gate: RequestGate, mode: GateMode, *, hoo
     """Close the gate → drain → ``pause`` → ``invalidate_caches``; afterwards weights may be written.
 
     With ``drain="abort"`` the engine's ``pause("abort")`` is what ends the requests, so it comes before the wait;
-    ``keep`` waits for nothing. Nothing was written yet, so whatever fails (also being cancelled) puts the engine
-    back into service at the version that the gate served before.
+    ``keep`` waits for nothing; of an engine that cannot keep requests it is ``wait``. Nothing was written yet, so
+    whatever fails (also being cancelled) puts the engine back into service at the version that the gate served before.
 
     Raises:
         EngineHookFailed: a hook raised, or took longer than ``hook_deadline_s`` seconds.
-        DrainTimeout: requests still ran at the drain deadline and the mode says ``fail``, or aborting did not end
-            them.
+        DrainTimeout: requests still ran at the drain deadline and the mode says ``fail``, or ``keep`` and the engine
+            cannot, or aborting did not end them.
     """
     was_open = gate.is_open
     pausing = False
     try:
-        drain = await _drain(gate, mode)
+        drain = await _drain(gate, mode, engine.keeps_requests)
         pausing = True
         await _hook(engine, "pause", lambda: engine.pause(drain), hook_deadline_s)
         if drain == "abort":
@@ -55,15 +55,16 @@ async def open_engine(
     gate.open(version)
 
 
-async def _drain(gate: RequestGate, mode: GateMode) -> DrainMode:
+async def _drain(gate: RequestGate, mode: GateMode, keeps_requests: bool) -> DrainMode:
     """Close the gate, wait as the mode says, and return how ``pause`` shall treat what still runs."""
     gate.shut()
-    if mode.drain != "wait":
+    if mode.drain == "abort" or (mode.drain == "keep" and keeps_requests):
         return mode.drain
     try:
         await gate.close(mode.drain_deadline_s)
     except DrainTimeout:
-        if mode.after_deadline == "fail":
+        # A forward pass that is not stopped would read weights while they are written.
+        if mode.after_deadline == "fail" or (mode.after_deadline == "keep" and not keeps_requests):
             raise
         return mode.after_deadline
     return "wait"

@@ -180,5 +180,5 @@ class RequestGate:
         if self._running:
             raise DrainTimeout(
                 f"{self._running} requests at version {self._version} still ran after {deadline_s:g} s; "
-                "raise the drain deadline, or drain by keep or abort"
+                "raise the drain deadline, or drain by abort"
             )

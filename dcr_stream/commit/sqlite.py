@@ -42,9 +42,9 @@ class SqliteCommitStore(CommitStore):
     """One durable record per run in the database at ``path``, made when it does not exist.
 
     A change compares the stored bytes with those of ``expected`` inside ``BEGIN IMMEDIATE`` and returns only after
-    the write-ahead log is synced (``synchronous=FULL``). Records are sealed with BLAKE3, keyed if there is a
+    file and journal are synced (``synchronous=EXTRA``). Records are sealed with BLAKE3, keyed if there is a
     ``secret``. Safe to call from several threads, and for several stores on one file; not on network file systems
-    (https://sqlite.org/wal.html).
+    (https://sqlite.org/faq.html#q5). A file that was cut off or damaged is unreadable, never a fresh start.
 
     Args:
         path: the database file; its folder must exist.
@@ -143,9 +143,10 @@ class SqliteCommitStore(CommitStore):
             (application,) = database.execute("PRAGMA application_id").fetchone()
             if application != _APPLICATION:
                 raise CommitRecordUnreadable(f"{self._path} is a database of another program; choose another file")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
-            database.execute("SELECT count(*) FROM commits").fetchone()
+            # A rollback journal: what is committed is in the one file, so a copy of it is complete.
+            database.execute("PRAGMA journal_mode = DELETE")
+            database.execute("PRAGMA synchronous = EXTRA")
+            self._check_whole(database)
         except CommitRecordUnreadable:
             database.close()
             raise
@@ -153,6 +154,20 @@ class SqliteCommitStore(CommitStore):
             database.close()
             raise self._typed(error, "open") from error
         return database
+
+    def _check_whole(self, database: sqlite3.Connection) -> None:
+        """A file that lost its end, or whose pages do not hang together, may have lost the record: no fresh start."""
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        (size,) = database.execute("PRAGMA page_size").fetchone()
+        with self._path.open("rb") as file:
+            header = file.read(100)
+        written = max(pages, int.from_bytes(header[28:32], "big"))
+        if self._path.stat().st_size < written * size:
+            raise CommitRecordUnreadable(f"commit store {self._path} is cut off: its pages need more bytes; {_AWAY}")
+        (fault,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":
+            raise CommitRecordUnreadable(f"commit store {self._path} is damaged: {fault}; {_AWAY}")
+        database.execute("SELECT count(*) FROM commits").fetchone()
 
     @contextmanager
     def _using(self, what: str) -> Iterator[sqlite3.Connection]:

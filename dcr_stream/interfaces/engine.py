@@ -23,6 +23,12 @@ class Engine(ABC):
     name: str
     ranks: int
 
+    keeps_requests: bool = False
+    """Whether ``pause("keep")`` really stops forward passes, so that running requests may stay across a swap.
+
+    An engine that cannot is never written to while requests run: at the drain deadline ``keep`` fails the attempt.
+    """
+
     @abstractmethod
     async def call(self, call: ReceiverCall) -> list[ReceiverReply]:
         """Run one call on the receiver of every rank and return their replies in rank order.

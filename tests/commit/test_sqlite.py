@@ -249,3 +249,26 @@ def test_a_killed_coordinator_loses_no_commit_that_it_was_told_of(path: Path, co
         store.compare_and_set(make_record(found.version - 1), make_record(found.version))
     store.compare_and_set(found, make_record(found.version + 1))
     store.close()
+
+
+@pytest.mark.parametrize("keep", [100, 4096, 5000, 8000, -1])
+def test_a_file_that_lost_its_end_is_no_fresh_start(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "commits.db"
+    store = SqliteCommitStore(path)
+    store.compare_and_set(None, make_record())
+    store.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    with pytest.raises(CommitRecordUnreadable):
+        SqliteCommitStore(path).read("run_1")
+
+
+def test_a_copy_of_the_one_file_is_complete(tmp_path: Path) -> None:
+    store = SqliteCommitStore(tmp_path / "commits.db")
+    store.compare_and_set(None, make_record(4))
+    copy = tmp_path / "copy.db"
+    copy.write_bytes((tmp_path / "commits.db").read_bytes())
+    store.close()
+    copied = SqliteCommitStore(copy)
+    assert copied.read("run_1") == make_record(4)
+    copied.close()

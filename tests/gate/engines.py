@@ -21,6 +21,7 @@ class RecordingEngine(Engine):
     ranks = 1
 
     def __init__(self, gate: RequestGate, *, fail: frozenset[str] = frozenset(), hang: frozenset[str] = frozenset()):
+        self.keeps_requests = True
         self.gate = gate
         self.fail = fail
         self.hang = hang

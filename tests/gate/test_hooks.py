@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import anyio
 import pytest
 
@@ -252,3 +254,22 @@ async def test_an_engine_gate_whose_close_failed_can_close_again(gate: RequestGa
     engine.fail = frozenset()
     await both.close(order())
     assert both.serving is None
+
+
+@pytest.mark.parametrize("drain", ["wait", "keep"])
+async def test_an_engine_that_cannot_pause_is_never_written_to_while_requests_run(
+    gate: RequestGate, drain: Literal["wait", "keep"]
+) -> None:
+    """E3: ``keep`` without a pause that stops forward passes would let them read half-written weights."""
+    engine = RecordingEngine(gate)
+    engine.keeps_requests = False
+    end = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_for, gate, end)
+        await anyio.wait_all_tasks_blocked()
+        mode = AsyncGate(drain=drain, drain_deadline_s=QUICK, after_deadline="keep")
+        with pytest.raises(DrainTimeout):
+            await close_engine(engine, gate, mode, hook_deadline_s=5)
+        assert (gate.is_open, gate.version) == (True, 4)
+        assert not any("pause" in line for line in engine.log)
+        end.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -25,7 +26,7 @@ from dcr_stream.protocol import Fence, OpenGates
 from dcr_stream.testing import MemoryCommitStore
 from dcr_stream.transports import MemoryTransport
 from tests.protocol.faults import RecordingTransport
-from tests.protocol.harness import Run, Weights, make_owner, make_rollout, nudge, nudge_one, running, until
+from tests.protocol.harness import Run, Weights, bits, make_owner, make_rollout, nudge, nudge_one, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -347,6 +348,44 @@ async def test_a_cancelled_refit_can_be_called_again() -> None:
         assert (await run.commit()).version == 1
         run.check_exact()
         assert run.serving() == [1, 1]
+
+
+@pytest.mark.parametrize("when", ["commit", "advance"])
+async def test_a_refit_cancelled_after_its_commit_is_finished_by_the_next_call(when: str) -> None:
+    """C13: the commit stands; with the next call owners advance, receivers adopt and gates open."""
+    store = MemoryCommitStore()
+    async with running(store=store) as run:
+        await run.refit()
+        nudge(run.live, 1)
+        await run.offer()
+        advance = run.owners[0]._adopt
+        async with anyio.create_task_group() as tasks:
+            if when == "commit":
+                loop = asyncio.get_running_loop()
+
+                def committed(expected: CommitRecord | None, new: CommitRecord) -> None:
+                    if new.version == 1:
+                        loop.call_soon_threadsafe(tasks.cancel_scope.cancel)
+
+                store.after_change = committed
+            else:
+
+                async def adopt(record: CommitRecord) -> None:
+                    tasks.cancel_scope.cancel()
+                    await advance(record)
+
+                run.owners[0]._adopt = adopt  # type: ignore[method-assign]
+            tasks.start_soon(run.coordinator.refit)
+        store.after_change = None
+        if when == "advance":
+            run.owners[0]._adopt = advance  # type: ignore[method-assign]
+        assert await run.coordinator.restore_joiners() == 0, "any next call finishes what was committed"
+        assert [owner.version for owner in run.owners] == [1, 1]
+        assert run.serving() == [1, 1]
+        assert all(rollout.bits() == bits(run.live) for rollout in run.rollouts.values())
+        nudge(run.live, 2)
+        assert (await run.refit()).version == 2
+        run.check_exact()
 
 
 async def test_an_unreadable_record_is_no_reason_to_start_over() -> None:
