@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.digest import change_sum
+from dcr_stream.codec.scan import Found
 from dcr_stream.delta import Change, Shard
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, expand
@@ -16,8 +15,8 @@ from dcr_stream.stages.chunk import Group
 
 __all__ = ["BLOCK", "changed_elements", "compare"]
 
-BLOCK = 256 << 10
-"""Elements compared at a time: live bits, tracker and mask of a block stay in a core's cache."""
+BLOCK = 1 << 20
+"""Elements asked of a source at a time: what a source must gather or copy costs no more memory than this."""
 
 
 def compare(*, workers: int = 1) -> Stage[Group, Change]:
@@ -44,13 +43,13 @@ def changed_elements(
 ) -> tuple[Indices, Words]:
     """Ascending int64 indices in ``[lo, hi)`` where ``read(lo, hi)`` differs from ``old``, and new - old modulo 2^w.
 
-    Temporary memory is that of one block, besides the result and what ``read`` itself makes for a block.
+    Temporary memory is that of one block, besides the result, which may need twice its size while it grows, and what
+    ``read`` itself makes for a block.
 
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    positions: list[Indices] = []
-    differences: list[Words] = []
+    found = Found(old.dtype, hi - lo)
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]
@@ -59,13 +58,8 @@ def changed_elements(
                 f"{what}: elements [{start}, {stop}) were read as {live.dtype} of shape {live.shape} instead of "
                 f"{known.dtype} of shape {known.shape}; its dtype and shape must not change within a run"
             )
-        changed = np.flatnonzero(live != known)
-        if changed.size:
-            differences.append(live[changed] - known[changed])
-            positions.append(changed + start)
-    if not positions:
-        return np.empty(0, np.int64), np.empty(0, old.dtype)
-    return np.concatenate(positions), np.concatenate(differences)
+        found.add(live, known, start)
+    return found.take()
 
 
 def _changes(group: Group) -> Iterator[Change]:

@@ -34,9 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Words
+from dcr_stream.codec.kernels import kernel
 from dcr_stream.messages import Sum
 
-__all__ = ["BLOCK", "add_sums", "change_sum", "mix", "state_sum", "state_sums", "sub_sums"]
+__all__ = ["BLOCK", "add_sums", "change_sum", "mix", "state_change", "state_sum", "state_sums", "sub_sums"]
 
 BLOCK = 1 << 16
 """Elements mixed at a time: temporary memory stays below 2 MiB however large the arrays are."""
@@ -69,11 +70,30 @@ def _lane(lane: int, key: int, flat: Indices, bits: Words) -> NDArray[np.uint64]
     return _finalise(x)
 
 
-def _sum(lane: int, key: int, flat: Indices, bits: Words) -> int:
+def _sum(which: int, key: int, flat: Indices, bits: Words) -> int:
     total = 0
     for lo in range(0, flat.size, BLOCK):
-        total += int(_lane(lane, key, flat[lo : lo + BLOCK], bits[lo : lo + BLOCK]).sum(dtype=np.uint64))
+        total += int(_lane(which, key, flat[lo : lo + BLOCK], bits[lo : lo + BLOCK]).sum(dtype=np.uint64))
     return total & _MASK
+
+
+@kernel("sums")
+def lane(key: int, flat: Indices, bits: Words) -> int:
+    """Sum of the first lane."""
+    return _sum(0, key, flat, bits)
+
+
+@kernel("sums")
+def lanes(key: int, flat: Indices, bits: Words) -> Sum:
+    """Sums of both lanes."""
+    return _sum(0, key, flat, bits), _sum(1, key, flat, bits)
+
+
+@kernel("sums")
+def change(key: int, flat: Indices, old: Words, differences: Words) -> Sum:
+    """Sums of both lanes over ``old + differences``, minus those over ``old``."""
+    new = np.add(old, differences, dtype=old.dtype)
+    return sub_sums(lanes.reference(key, flat, new), lanes.reference(key, flat, old))
 
 
 def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
@@ -89,13 +109,17 @@ def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
 
 def state_sum(tensor: int, flat: Indices, bits: Words) -> int:
     """Sum of ``mix`` modulo 2^64; 0 for no elements. Temporary memory is bounded by ``BLOCK``."""
-    return _sum(0, _tensor_key(tensor), flat, bits)
+    return lane(_tensor_key(tensor), flat, bits)
 
 
 def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     """Two independent sums modulo 2^64; the first equals ``state_sum``. Temporary memory is bounded by ``BLOCK``."""
-    key = _tensor_key(tensor)
-    return _sum(0, key, flat, bits), _sum(1, key, flat, bits)
+    return lanes(_tensor_key(tensor), flat, bits)
+
+
+def state_change(tensor: int, flat: Indices, old: Words, differences: Words) -> Sum:
+    """What ``state_sums`` gains when elements change from ``old`` to ``old + differences`` (modulo 2^w)."""
+    return change(_tensor_key(tensor), flat, old, differences)
 
 
 def change_sum(task_key: str, flat: Indices, differences: Words) -> int:
@@ -105,7 +129,7 @@ def change_sum(task_key: str, flat: Indices, differences: Words) -> int:
     digest of ``task_key`` in UTF-8 as the key.
     """
     key = int.from_bytes(blake3.blake3(task_key.encode()).digest(length=8), "little")
-    return _sum(0, key, flat, differences)
+    return lane(key, flat, differences)
 
 
 def _lanewise(operation: Callable[[int, int], int], a: Sum, b: Sum) -> Sum:
