@@ -1,8 +1,9 @@
 """Bits, digests, entries and the wire format (version 1): plain functions on words and bytes."""
 
 from dcr_stream.codec.bits import dtype_name, tensor_from_words, torch_dtype, words
+from dcr_stream.codec.boxes import combine, flat_indices
 from dcr_stream.codec.digest import add_sums, change_sum, mix, state_change, state_sum, state_sums, sub_sums
-from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, combine, decode_item, encode_record, slice_columns
+from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, decode_item, encode_record, slice_columns
 from dcr_stream.codec.kernels import implementation
 from dcr_stream.codec.seals import manifest_digest, seal_manifest, verify_manifest
 from dcr_stream.codec.warm import warm_up
@@ -32,6 +33,7 @@ __all__ = [
     "decode_item",
     "dtype_name",
     "encode_record",
+    "flat_indices",
     "frame_bucket",
     "implementation",
     "manifest_digest",

@@ -37,7 +37,19 @@ from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.kernels import kernel
 from dcr_stream.messages import Sum
 
-__all__ = ["BLOCK", "add_sums", "change_sum", "mix", "state_change", "state_sum", "state_sums", "sub_sums"]
+__all__ = [
+    "BLOCK",
+    "add_sums",
+    "change_sum",
+    "lane",
+    "lanes",
+    "mix",
+    "state_change",
+    "state_sum",
+    "state_sums",
+    "sub_sums",
+    "tensor_key",
+]
 
 BLOCK = 1 << 16
 """Elements mixed at a time: temporary memory stays below 2 MiB however large the arrays are."""
@@ -56,7 +68,8 @@ def _finalise(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _tensor_key(tensor: int) -> int:
+def tensor_key(tensor: int) -> int:
+    """``key(tensor)`` as defined above."""
     return int(_finalise(np.array([(tensor + 1) * _GOLDEN & _MASK], np.uint64))[0])
 
 
@@ -104,22 +117,22 @@ def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
         flat: row-major flat indices, int64, not negative.
         bits: the elements' words, same length.
     """
-    return _lane(0, _tensor_key(tensor), flat, bits)
+    return _lane(0, tensor_key(tensor), flat, bits)
 
 
 def state_sum(tensor: int, flat: Indices, bits: Words) -> int:
     """Sum of ``mix`` modulo 2^64; 0 for no elements. Temporary memory is bounded by ``BLOCK``."""
-    return lane(_tensor_key(tensor), flat, bits)
+    return lane(tensor_key(tensor), flat, bits)
 
 
 def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     """Two independent sums modulo 2^64; the first equals ``state_sum``. Temporary memory is bounded by ``BLOCK``."""
-    return lanes(_tensor_key(tensor), flat, bits)
+    return lanes(tensor_key(tensor), flat, bits)
 
 
 def state_change(tensor: int, flat: Indices, old: Words, differences: Words) -> Sum:
     """What ``state_sums`` gains when elements change from ``old`` to ``old + differences`` (modulo 2^w)."""
-    return change(_tensor_key(tensor), flat, old, differences)
+    return change(tensor_key(tensor), flat, old, differences)
 
 
 def change_sum(task_key: str, flat: Indices, differences: Words) -> int:

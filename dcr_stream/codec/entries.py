@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Region, TensorDirectory, Words, word_dtype
+from dcr_stream.codec.boxes import flat_indices
 from dcr_stream.codec.codes import code_fault, decode_codes, encode_codes
 from dcr_stream.codec.digest import state_sum
 from dcr_stream.codec.gaps import decode_gaps, encode_gaps, gap_fault
 from dcr_stream.delta import Entry, EntryMode, Item, PositionMode, Record
 from dcr_stream.errors import MalformedPayload, UsageError
 
-__all__ = ["COLUMNS", "Decoded", "check_item", "combine", "decode_item", "encode_record", "slice_columns"]
+__all__ = ["COLUMNS", "Decoded", "check_item", "decode_item", "encode_record", "slice_columns"]
 
 COLUMNS: tuple[str, ...] = ("G", "L", "C", "E1", "E2", *(f"O{j}" for j in range(8)))
 """Names of the columns, in the order of ``Item.sizes`` and of a payload's streams."""
@@ -108,7 +109,7 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
         width=width,
         shift=shift,
         code_bits=code_bits,
-        digest=state_sum(record.tensor, region.flat(record.positions), record.new),
+        digest=state_sum(record.tensor, flat_indices(region, record.positions), record.new),
         sizes=tuple(map(len, columns)),
     )
     return Entry(item, columns)
@@ -153,22 +154,6 @@ def decode_item(item: Item, columns: Sequence[Column]) -> Decoded:
     if item.code_bits:
         return Decoded(positions, decode_codes(codes, excess, escaped, item.code_bits, item.count))
     return Decoded(positions, _join_planes(arrays[_PLANES : _PLANES + item.width], item.count))
-
-
-def combine(mode: EntryMode, old: Words, values: Words) -> Words:
-    """The new bits: ``old`` changed by an item's decoded ``values``. A new array, or ``values`` for ``overwrite``.
-
-    Raises:
-        UsageError: ``old`` and ``values`` differ in width or length.
-    """
-    if old.dtype != values.dtype or old.shape != values.shape:
-        raise UsageError(
-            f"{values.size} values of type {values.dtype} cannot change {old.size} words of type {old.dtype}; "
-            "gather exactly the item's elements"
-        )
-    if mode == "add":
-        return np.add(old, values)
-    return np.bitwise_xor(old, values) if mode == "xor" else values
 
 
 def slice_columns(items: Sequence[Item], columns: Sequence[Column]) -> Iterator[tuple[Item, tuple[memoryview, ...]]]:

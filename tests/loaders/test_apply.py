@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from dcr_stream.canonical import Region, TensorDirectory
+from dcr_stream.canonical import Indices, Region, TensorDirectory, Words
 from dcr_stream.codec import Decoded, add_sums, state_sums, words
+from dcr_stream.codec.boxes import find, write_box
 from dcr_stream.delta import EntryMode, Item
 from dcr_stream.loaders import TorchLoader, apply_item, full_sums, read_back
+from dcr_stream.loaders import apply as apply_module
 from dcr_stream.messages import Sum
 from dcr_stream.trace import EnginePlacement, StorageMap, assign_cells, trace
 from tests.native_loader import (
@@ -254,3 +256,27 @@ def test_an_item_without_elements_changes_nothing_and_sums_to_zero(ranks: Ranks)
 
 def replace_item(item: Item, region: Region) -> Item:
     return Item(item.tensor, region, 0, item.mode, item.positions, item.width, 0, 0, 0, ())
+
+
+def test_corruption_between_write_and_read_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is summed is loaded from storage again, not what was in a register when it was written."""
+    ranks = Ranks()
+    item, decoded = ranks.items(random_delta(ranks.old, 3), "add")[0]
+    plan, storage = ranks.placement.plans[0], ranks.storage[0]
+    box = plan.by_tensor[item.tensor][0]
+
+    def write_then_corrupt(
+        words: Words, region: Region, place: Region, mode: EntryMode, flat: Indices, values: Words
+    ) -> None:
+        write_box(words, region, place, mode, flat, values)
+        (_, at), *_ = find(region, place, flat)
+        words[at[0]] ^= 1
+
+    honest = read_back(plan, storage, item, decoded.positions)
+    assert apply_item(plan, storage, item, decoded) != honest
+    expected = read_back(plan, storage, item, decoded.positions)
+    undo = Decoded(decoded.positions, -decoded.values)
+    assert apply_item(plan, storage, item, undo) == honest
+    monkeypatch.setattr(apply_module, "write_box", write_then_corrupt)
+    seen = apply_item(plan, storage, item, decoded)
+    assert seen[box.cell] != expected[box.cell]

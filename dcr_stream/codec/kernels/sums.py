@@ -8,7 +8,7 @@ from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.kernels.lanes import Number, jit, readable
 from dcr_stream.messages import Sum
 
-__all__ = ["change", "lane", "lanes"]
+__all__ = ["change", "lane", "lanes", "mix"]
 
 _INDEX = (np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD134_2543_DE82_EF95))
 _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
