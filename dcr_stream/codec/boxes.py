@@ -48,13 +48,17 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
 
 
 @kernel("boxes")
-def write_box(words: Words, region: Region, place: Region, mode: EntryMode, flat: Indices, values: Words) -> None:
-    """Change those of the ascending canonical indices ``flat`` that a box holds, in all its copies.
+def write_box(
+    words: Words, region: Region, place: Region, mode: EntryMode, key: int, flat: Indices, values: Words
+) -> tuple[int, ...]:
+    """Change those of the ascending canonical indices ``flat`` that a box holds, in all its copies; then sum them.
 
-    ``words`` are the storage; an element becomes ``combine(mode, element, value)``.
+    ``words`` are the storage; an element becomes ``combine(mode, element, value)``. The sums are those of ``sum_box``,
+    over what storage holds afterwards: every element is loaded again after it, and others near it, were written.
     """
     for chosen, at in find(region, place, flat):
         words[at] = combine(mode, words[at], values[chosen])
+    return sum_box.reference(words, region, place, key, flat)
 
 
 @kernel("boxes")

@@ -19,16 +19,15 @@ from dcr_stream.trace.storage import StorageMap
 __all__ = ["apply_item", "full_sums", "read_back"]
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
-_BLOCK = 1 << 18
-_CACHED = 1 << 13  # elements written before they are read back: their cache lines fit a core's own cache
+_BLOCK = 1 << 16
 
 
 def apply_item(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> dict[int, list[int]]:
     """Write an item's elements to every place that this rank has for them, and read back what storage then holds.
 
     Each storage element under the item is written exactly once, whatever the region and the boxes look like; elements
-    that other ranks hold are passed over. Elements are taken in blocks: each block is first written everywhere, then
-    walked again while it is still cached, loading storage anew. The item must have been checked against the directory.
+    that other ranks hold are passed over. Elements are written and read back in blocks: a block is walked again while
+    it is still cached, loading storage anew. The item must have been checked against the directory.
 
     Returns:
         As :func:`read_back`.
@@ -61,16 +60,18 @@ def _walk(
     for box, _ in boxes:
         copies = sums.setdefault(box.cell, [])
         copies += [0] * (box.copy + box.copies - len(copies))
-    for lo in range(0, positions.size, _CACHED):
-        flat, order = _ascending(item.region, positions[lo : lo + _CACHED])
-        if values is not None:
-            some = values[lo : lo + _CACHED]
-            some = some if order is None else some[order]
-            for box, words in boxes:
-                write_box(words, box.region, box.place, item.mode, flat, some)
+    for lo in range(0, positions.size, _BLOCK):
+        flat, order = _ascending(item.region, positions[lo : lo + _BLOCK])
+        new = values[lo : lo + _BLOCK] if values is not None else None
+        if new is not None and order is not None:
+            new = new[order]
         for box, words in boxes:
-            for copy, found in enumerate(sum_box(words, box.region, box.place, key, flat), box.copy):
-                sums[box.cell][copy] = (sums[box.cell][copy] + found) & _MASK
+            if new is None:
+                found = sum_box(words, box.region, box.place, key, flat)
+            else:
+                found = write_box(words, box.region, box.place, item.mode, key, flat, new)
+            for copy, each in enumerate(found, box.copy):
+                sums[box.cell][copy] = (sums[box.cell][copy] + each) & _MASK
     return sums
 
 

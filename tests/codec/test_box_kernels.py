@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dcr_stream.canonical import Indices, Region, word_dtype
 from dcr_stream.codec.boxes import copies, flat_indices, sum_box, write_box
+from dcr_stream.codec.digest import lane
 from dcr_stream.codec.kernels import Implementation, using
 from dcr_stream.delta import EntryMode
 
@@ -69,12 +70,15 @@ def test_boxes_are_written_and_summed_alike(
     values = rng.integers(0, 256, flat.size * width, np.uint8).view(word_dtype(width))
     storage = rng.integers(0, 256, (place.last + 5) * width, np.uint8).view(word_dtype(width))
     written = [storage.copy(), storage.copy()]
-    for run, words in zip((write_box.compiled, write_box.reference), written, strict=True):
-        run(words, region, place, mode, flat, values)
+    sums = [
+        run(words, region, place, mode, 99, flat, values)
+        for run, words in zip((write_box.compiled, write_box.reference), written, strict=True)
+    ]
     np.testing.assert_array_equal(written[0], written[1])
-    sums = sum_box.compiled(storage, region, place, 99, flat)
-    assert sums == sum_box.reference(storage, region, place, 99, flat)
-    assert len(sums) == copies(region)
+    assert sums[0] == sums[1] == sum_box.reference(written[0], region, place, 99, flat)
+    before = sum_box.compiled(storage, region, place, 99, flat)
+    assert before == sum_box.reference(storage, region, place, 99, flat)
+    assert len(before) == copies(region)
 
 
 @pytest.mark.parametrize("inner", [1, 2, 3, 7, 64])
@@ -96,9 +100,9 @@ def places(region: Region, place: Region, flat: Indices) -> Indices:
     table, _ = compiled._tables(region, place)
     found = np.full(flat.size, -1)
     for i, index in enumerate(flat.tolist()):
-        if region.offset <= index <= region.last:
-            start, _, base, step, stride = compiled._interval(table, index)
-            found[i] = compiled._at(index - start, base, step, stride, 1.0 / stride)
+        start, end, base, step, stride = compiled._interval(table, index)
+        assert start <= index < end
+        found[i] = compiled._at(index - start, base, step, stride, 1.0 / stride)
     return found
 
 
@@ -124,8 +128,19 @@ def test_more_elements_than_are_looked_up_at_a_time() -> None:
     values = rng.integers(0, 1 << 16, flat.size).astype(np.uint16)
     storage = rng.integers(0, 1 << 16, 6000).astype(np.uint16)
     written = [storage.copy(), storage.copy()]
-    for run, words in zip((write_box.compiled, write_box.reference), written, strict=True):
-        run(words, region, place, "add", flat, values)
+    sums = [
+        run(words, region, place, "add", 1, flat, values)
+        for run, words in zip((write_box.compiled, write_box.reference), written, strict=True)
+    ]
     np.testing.assert_array_equal(written[0], written[1])
-    sums = sum_box.compiled(storage, region, place, 1, flat)
-    assert sums == sum_box.reference(storage, region, place, 1, flat)
+    assert sums[0] == sums[1] == sum_box.compiled(written[0], region, place, 1, flat)
+
+
+@pytest.mark.parametrize("run", [write_box.compiled, write_box.reference])
+def test_what_is_summed_is_loaded_from_storage_again(run: Callable[..., tuple[int, ...]]) -> None:
+    """Two elements in one place: the second write corrupts the first, and only another load can see that."""
+    storage = np.zeros(2, np.uint16)
+    flat, values = np.array([0, 1]), np.array([5, 7], np.uint16)
+    sums = run(storage, Region.whole(2), Region(0, (2,), (0,)), "overwrite", 3, flat, values)
+    assert sums == (lane.reference(3, flat, np.array([7, 7], np.uint16)),)
+    assert sums != (lane.reference(3, flat, values),)

@@ -6,6 +6,8 @@ an interval: an index inside it needs a comparison and an addition, and only one
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,8 +18,10 @@ from dcr_stream.delta import EntryMode
 
 __all__ = ["flat_indices", "sum_box", "write_box"]
 
-_ADD, _XOR = 1, 2
-_MODES: dict[EntryMode, int] = {"overwrite": 0, "add": _ADD, "xor": _XOR}
+_READ, _OVERWRITE, _ADD, _XOR = -1, 0, 1, 2
+_MODES: dict[EntryMode, int] = {"overwrite": _OVERWRITE, "add": _ADD, "xor": _XOR}
+
+_END = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 Table = NDArray[np.int64]
 
@@ -31,37 +35,39 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return flat
 
 
-def write_box(words: Words, region: Region, place: Region, mode: EntryMode, flat: Indices, values: Words) -> None:
+def write_box(
+    words: Words, region: Region, place: Region, mode: EntryMode, key: int, flat: Indices, values: Words
+) -> tuple[int, ...]:
     """See :func:`dcr_stream.codec.boxes.write_box`."""
-    flat, chosen = _within(region, flat)
-    if flat.size:
-        table, shifts = _tables(region, place)
-        _write(words, table, shifts, _MODES[mode], flat, readable(values[chosen]))
+    table, shifts = _tables(region, place)
+    sums = np.zeros(shifts.size, np.uint64)
+    _walk(words, table, shifts, _MODES[mode], np.uint64(key), readable(flat), readable(values), sums)
+    return tuple(sums.tolist())
 
 
 def sum_box(words: Words, region: Region, place: Region, key: int, flat: Indices) -> tuple[int, ...]:
     """See :func:`dcr_stream.codec.boxes.sum_box`."""
-    flat, _ = _within(region, flat)
     table, shifts = _tables(region, place)
     sums = np.zeros(shifts.size, np.uint64)
-    _sum(words, table, shifts, np.uint64(key), flat, sums)
+    none = readable(np.empty(0, words.dtype))
+    _walk(words, table, shifts, _READ, np.uint64(key), readable(flat), none, sums)
     return tuple(sums.tolist())
 
 
-def _within(region: Region, flat: Indices) -> tuple[Indices, slice]:
-    chosen = slice(*np.searchsorted(flat, [region.offset, region.last + 1]).tolist())
-    return readable(flat[chosen]), chosen
-
-
+@lru_cache(maxsize=4096)
 def _tables(region: Region, place: Region) -> tuple[Table, Table]:
-    """A box as numbers: offset and place, then (size, stride, step) per dimension; and the shifts of its copies."""
+    """A box as numbers: offset, place and last index, then size, stride and step of each dimension; and its copies.
+
+    Copies are told as what they are shifted by. Boxes are few and used for every block, so they are remembered.
+    """
     dims = list(zip(region.sizes, region.strides, place.strides, strict=True))
     shifts = np.zeros(1, np.int64)
     for size, stride, step in dims:
         if stride == 0:
             shifts = (shifts[:, None] + np.arange(size, dtype=np.int64) * step).reshape(-1)
     moving = sorted((d for d in dims if d[1] > 0 and d[0] > 1), key=lambda d: -d[1])
-    return np.array([(region.offset, place.offset, 0), *(moving or [(1, 1, 0)])], np.int64), shifts
+    table = np.array([(region.offset, place.offset, region.last), *(moving or [(1, 1, 0)])], np.int64)
+    return readable(table), readable(shifts)
 
 
 @jit
@@ -87,11 +93,15 @@ def _flat(offset: Number, sizes: Table, strides: Table, positions: Indices, flat
 
 @jit
 def _interval(table: Table, index: Number) -> Number:
-    """The run or hole around an index of the box's span: start, end, place of the start, step (-1: hole) and stride."""
+    """The run or hole around an index: start, end, place of the start, step (-1: hole) and stride."""
     start = table[0, 0]
     place = table[0, 1]
+    if index < start:
+        return np.int64(0), start, place, np.int64(-1), np.int64(1)
     # End of the cell that the dimensions so far have narrowed the index down to.
-    limit = np.int64(0x7FFF_FFFF_FFFF_FFFF)
+    limit = table[0, 2] + 1
+    if index >= limit:
+        return limit, _END, place, np.int64(-1), np.int64(1)
     last = table.shape[0] - 1
     for d in range(1, last):
         size, stride = table[d, 0], table[d, 1]
@@ -105,54 +115,6 @@ def _interval(table: Table, index: Number) -> Number:
     if index >= start + size * stride:
         return start + size * stride, limit, place, np.int64(-1), np.int64(1)
     return start, min(limit, start + size * stride), place, table[last, 2], stride
-
-
-@jit
-def _write(words: Words, table: Table, shifts: Table, mode: Number, flat: Indices, values: Words) -> None:
-    at = np.empty(AHEAD, np.int64)
-    start = end = place = step = np.int64(0)
-    stride, inverse = np.int64(1), 1.0
-    for lo in range(0, flat.size, AHEAD):
-        size = min(AHEAD, flat.size - lo)
-        for i in range(size):
-            index = flat[lo + i]
-            if index < start or index >= end:
-                start, end, place, step, stride = _interval(table, index)
-                inverse = 1.0 / stride
-            at[i] = _at(index - start, place, step, stride, inverse)
-            if at[i] >= 0:
-                prefetch(words, at[i] + shifts[0])
-        for shift in shifts:
-            for i in range(size):
-                if at[i] >= 0:
-                    to = at[i] + shift
-                    if mode == _ADD:
-                        words[to] += values[lo + i]
-                    elif mode == _XOR:
-                        words[to] ^= values[lo + i]
-                    else:
-                        words[to] = values[lo + i]
-
-
-@jit
-def _sum(words: Words, table: Table, shifts: Table, key: Number, flat: Indices, sums: NDArray[np.uint64]) -> None:
-    at = np.empty(AHEAD, np.int64)
-    start = end = place = step = np.int64(0)
-    stride, inverse = np.int64(1), 1.0
-    for lo in range(0, flat.size, AHEAD):
-        size = min(AHEAD, flat.size - lo)
-        for i in range(size):
-            index = flat[lo + i]
-            if index < start or index >= end:
-                start, end, place, step, stride = _interval(table, index)
-                inverse = 1.0 / stride
-            at[i] = _at(index - start, place, step, stride, inverse)
-            if at[i] >= 0:
-                prefetch(words, at[i] + shifts[0])
-        for copy in range(shifts.size):
-            for i in range(size):
-                if at[i] >= 0:
-                    sums[copy] += mix(0, key, flat[lo + i], words[at[i] + shifts[copy]])
 
 
 @jit
@@ -174,3 +136,63 @@ def _at(distance: Number, place: Number, step: Number, stride: Number, inverse: 
     if rest:
         return np.int64(-1)
     return place + coordinate * step
+
+
+@jit
+def _put(words: Words, mode: Number, at: Number, value: Number) -> None:
+    if at >= 0:
+        if mode == _ADD:
+            words[at] += value
+        elif mode == _XOR:
+            words[at] ^= value
+        elif mode == _OVERWRITE:
+            words[at] = value
+
+
+@jit
+def _walk(
+    words: Words,
+    table: Table,
+    shifts: Table,
+    mode: Number,
+    key: Number,
+    flat: Indices,
+    values: Words,
+    sums: NDArray[np.uint64],
+) -> None:
+    size = flat.size
+    # Two sets of places: while one block is written, the next is looked up and its cache lines are fetched.
+    at = np.empty((2, AHEAD), np.int64)
+    bits = np.zeros(AHEAD, words.dtype)
+    start = end = place = np.int64(0)
+    step, stride, inverse = np.int64(-1), np.int64(1), 1.0
+    for lo in range(-AHEAD, size, AHEAD):
+        one, other = lo // AHEAD & 1, 1 - (lo // AHEAD & 1)
+        for i in range(min(AHEAD, size - lo)):
+            following = lo + AHEAD + i
+            if following < size:
+                index = flat[following]
+                if index < start or index >= end:
+                    start, end, place, step, stride = _interval(table, index)
+                    inverse = 1.0 / stride
+                found = _at(index - start, place, step, stride, inverse)
+                at[other, i] = found + shifts[0] if found >= 0 else found
+                prefetch(words, at[other, i])
+            if lo >= 0 and mode != _READ:
+                _put(words, mode, at[one, i], values[lo + i])
+        if lo < 0:
+            continue
+        count = min(AHEAD, size - lo)
+        for copy in range(shifts.size):
+            shift = shifts[copy] - shifts[0]
+            if copy and mode != _READ:
+                for i in range(count):
+                    _put(words, mode, at[one, i] + shift if at[one, i] >= 0 else at[one, i], values[lo + i])
+            # The second walk loads what storage holds now, after all writes of the block.
+            for i in range(count):
+                if at[one, i] >= 0:
+                    bits[i] = words[at[one, i] + shift]
+            total = np.uint64(0)
+            for i in range(count):
+                total += mix(0, key, flat[lo + i], bits[i]) * np.uint64(at[one, i] >= 0)
+            sums[copy] += total

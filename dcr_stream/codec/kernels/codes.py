@@ -62,38 +62,40 @@ def _survey(differences: Words) -> Number:
     return ones, above2, above4, escapes2, escapes4
 
 
+# Loops run over slices from 0 on: only then can LLVM rule out negative indices, which numba lets wrap around, and
+# vectorise. Codes that share a byte lie in one word of a tile (little-endian), each 8 bits from the next.
+
+
 @jit
 def _encode(differences: Words, width: Number, codes: Bytes, excess: Bytes, escaped: Bytes) -> None:
     top = np.uint16((1 << width) - 1)
+    log = 2 if width == 2 else 1
     z = np.empty(_TILE, np.uint16)
     tile = np.empty(_TILE, np.uint8)
-    # Codes that share a byte lie in one word of the tile (little-endian), each 8 bits from the next.
     fours, pairs = tile.view(np.uint32), tile.view(np.uint16)
-    packed = saturated = escapes = 0
+    saturated = escapes = 0
     for start in range(0, differences.size, _TILE):
-        size = min(_TILE, differences.size - start)
-        for i in range(size):
-            z[i] = _zigzag(differences[start + i])
-        for i in range(size):
+        some = differences[start : start + _TILE]
+        packed = codes[start >> log : (start + _TILE) >> log]
+        for i in range(some.size):
+            z[i] = _zigzag(some[i])
+        for i in range(some.size):
             tile[i] = np.uint8(min(z[i], top))
-        for i in range(size, _TILE):
+        for i in range(some.size, _TILE):
             tile[i] = 0
         if width == 2:
-            used = (size + 3) // 4
-            for i in range(used):
+            for i in range(packed.size):
                 word = fours[i]
-                codes[packed + i] = np.uint8((word | word >> 6 | word >> 12 | word >> 18) & 255)
+                packed[i] = np.uint8((word | word >> 6 | word >> 12 | word >> 18) & 255)
         else:
-            used = (size + 1) // 2
-            for i in range(used):
+            for i in range(packed.size):
                 both = pairs[i]
-                codes[packed + i] = np.uint8((both | both >> 4) & 255)
-        packed += used
-        for i in range(size):
+                packed[i] = np.uint8((both | both >> 4) & 255)
+        for i in range(some.size):
             excess[saturated] = np.uint8(min(np.uint16(z[i] - top), np.uint16(255)))
             saturated += z[i] >= top
         if escaped.size:
-            for i in range(size):
+            for i in range(some.size):
                 if z[i] >= top + 255:
                     escaped[escapes] = np.uint8(z[i] & 255)
                     escaped[escapes + 1] = np.uint8(z[i] >> 8)
@@ -118,19 +120,34 @@ def _count(codes: Bytes, excess: Bytes, width: Number, count: Number) -> Number:
 
 @jit
 def _decode(codes: Bytes, excess: Bytes, escaped: Bytes, width: Number, differences: Words) -> None:
-    top = np.int64((1 << width) - 1)
+    top = np.uint16((1 << width) - 1)
     log = 2 if width == 2 else 1
-    within = (1 << log) - 1
+    z = np.empty(_TILE, np.uint16)
+    tile = np.empty(_TILE, np.uint8)
+    fours, pairs = tile.view(np.uint32), tile.view(np.uint16)
     saturated: Number = 0
     escapes = 0
-    for i in range(differences.size):
-        z: Number = np.int64(codes[i >> log]) >> (i & within) * width & top
-        full = np.int64(z == top)
-        more = np.int64(excess[saturated])
-        z += full * more
-        saturated += full
-        if full * more == 255:
-            z = np.int64(escaped[2 * escapes]) | np.int64(escaped[2 * escapes + 1]) << 8
-            escapes += 1
-        z += 1
-        differences[i] = np.uint16(z >> 1 ^ -(z & 1))
+    for start in range(0, differences.size, _TILE):
+        some = differences[start : start + _TILE]
+        packed = codes[start >> log : (start + _TILE) >> log]
+        if width == 2:
+            for i in range(packed.size):
+                word = np.uint32(packed[i])
+                fours[i] = (word | word << 6 | word << 12 | word << 18) & 0x03030303
+        else:
+            for i in range(packed.size):
+                both = np.uint16(packed[i])
+                pairs[i] = (both | both << 4) & 0x0F0F
+        for i in range(some.size):
+            full = np.uint16(tile[i] == top)
+            z[i] = tile[i] + full * np.uint16(excess[saturated])
+            saturated += full
+        if escaped.size:
+            for i in range(some.size):
+                # No other value looks like this: what is larger was escaped as well.
+                if z[i] == top + 255:
+                    z[i] = np.uint16(escaped[2 * escapes]) | np.uint16(escaped[2 * escapes + 1]) << 8
+                    escapes += 1
+        for i in range(some.size):
+            v = np.uint16(z[i] + np.uint16(1))
+            some[i] = (v >> np.uint16(1)) ^ np.uint16(-(v & np.uint16(1)))

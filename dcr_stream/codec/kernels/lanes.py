@@ -28,8 +28,8 @@ steps without asking, into room that exists anyway, moves on by the mask's popul
 beyond four. Steps that find the mask empty write garbage that the next block overwrites.
 
 **Writing where it is not cached.** Sparse elements of a large array each cost a miss, and a processor does not look far
-enough ahead of a read-modify-write to overlap many of them. The kernels that gather or scatter therefore work in blocks
-of a few hundred elements: first compute every address and :func:`prefetch` it, then touch them.
+enough ahead of a read-modify-write to overlap many of them. The kernels that scatter therefore look up an element's
+place, and :func:`prefetch` it, ``AHEAD`` elements before they touch it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LANES = 64
 """Elements per mask."""
 
 AHEAD = 256
-"""Elements whose addresses are prefetched before the first of them is touched."""
+"""Elements between the prefetch of an element and its use."""
 
 
 def jit(function: F) -> F:
