@@ -40,8 +40,8 @@ def compare(*, workers: int = 1) -> Stage[Group, Change]:
 
 def changed_elements(
     read: Callable[[int, int], Words], old: Words, lo: int, hi: int, what: str
-) -> tuple[Indices, Words]:
-    """Ascending int64 indices in ``[lo, hi)`` where ``read(lo, hi)`` differs from ``old``, and new - old modulo 2^w.
+) -> tuple[Indices, Words, Words]:
+    """Where ``read(lo, hi)`` differs from ``old``: ascending int64 indices, new - old modulo 2^w, and old bits.
 
     Temporary memory is that of one block, besides the result, which may need twice its size while it grows, and what
     ``read`` itself makes for a block.
@@ -49,7 +49,7 @@ def changed_elements(
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    found = Found(old.dtype, hi - lo)
+    found = Found(old.dtype)
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]
@@ -71,9 +71,9 @@ def _changes(group: Group) -> Iterator[Change]:
 
 def _compare(shard: Shard) -> Change:
     task = shard.task
-    positions, differences = changed_elements(
+    positions, differences, old = changed_elements(
         task.read, shard.trackers[task.key], shard.lo, shard.hi, f"task {task.key!r}"
     )
     shard.tally.scan(shard.hi - shard.lo)
     shard.tally.add(positions.size, change_sum(task.key, positions, differences))
-    return Change(shard, positions, differences)
+    return Change(shard, positions, differences, old)

@@ -18,15 +18,15 @@ _FIRST = 1 << 12
 
 @kernel("scan")
 def scan(
-    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, filled: int
+    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, old: Words, filled: int
 ) -> tuple[int, int]:
     """Append where ``live`` differs from ``known``, from index ``begin`` on, until the end or until room is short.
 
-    Positions are indices plus ``start``, differences ``live - known`` modulo 2^w. ``positions`` and ``differences`` are
+    Positions are indices plus ``start``, differences ``live - known`` modulo 2^w, ``old`` the known bits. The three are
     equally long; their first ``filled`` elements are kept, what lies beyond the result afterwards is undefined.
 
     Returns:
-        How many elements of the two are taken now, and the first index that was not scanned: ``live.size``, or an
+        How many elements of the three are taken now, and the first index that was not scanned: ``live.size``, or an
         earlier one if fewer than ``ROOM`` elements are left free.
     """
     for lo in range(begin, live.size, _PIECE):
@@ -39,7 +39,8 @@ def scan(
             end = positions.size
         changed += lo
         positions[filled:end] = changed + start
-        differences[filled:end] = live[changed] - known[changed]
+        old[filled:end] = known[changed]
+        differences[filled:end] = live[changed] - old[filled:end]
         filled = end
         if hi < live.size and end == positions.size:
             return filled, hi
@@ -49,30 +50,27 @@ def scan(
 class Found:
     """The changed elements found so far, in arrays that grow with them."""
 
-    def __init__(self, words: np.dtype[np.unsignedinteger], elements: int) -> None:
-        self._elements = elements
+    def __init__(self, words: np.dtype[np.unsignedinteger]) -> None:
         self._filled = 0
-        self._positions = np.empty(_FIRST, np.int64)
-        self._differences = np.empty(_FIRST, words)
+        self._arrays = (np.empty(_FIRST, np.int64), np.empty(_FIRST, words), np.empty(_FIRST, words))
 
     def add(self, live: Words, known: Words, start: int) -> None:
         """Scan a block whose first element has index ``start``; blocks ascend."""
         done = 0
         while True:
-            self._filled, done = scan(live, known, done, start, self._positions, self._differences, self._filled)
+            self._filled, done = scan(live, known, done, start, *self._arrays, self._filled)
             if done == live.size:
                 return
-            self._grow()
+            positions, differences, old = self._arrays
+            self._arrays = (self._grown(positions), self._grown(differences), self._grown(old))
 
-    def take(self) -> tuple[Indices, Words]:
-        """All positions and differences, in arrays of exactly their size."""
-        for array in (self._positions, self._differences):
+    def take(self) -> tuple[Indices, Words, Words]:
+        """Ascending positions, differences and old bits, in arrays of exactly their size."""
+        for array in self._arrays:
             array.resize(self._filled, refcheck=False)
-        return self._positions, self._differences
+        return self._arrays
 
-    def _grow(self) -> None:
-        size = 2 * self._positions.size
-        positions, differences = np.empty(size, np.int64), np.empty(size, self._differences.dtype)
-        positions[: self._filled] = self._positions[: self._filled]
-        differences[: self._filled] = self._differences[: self._filled]
-        self._positions, self._differences = positions, differences
+    def _grown(self, array: Words) -> Words:
+        larger = np.empty(2 * array.size, array.dtype)
+        larger[: self._filled] = array[: self._filled]
+        return larger

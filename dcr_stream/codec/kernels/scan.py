@@ -15,16 +15,23 @@ _ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 def scan(
-    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, filled: int
+    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, old: Words, filled: int
 ) -> tuple[int, int]:
     """See :func:`dcr_stream.codec.scan.scan`."""
-    taken, done = _scan(readable(live), readable(known), begin, start, positions, differences, filled)
+    taken, done = _scan(readable(live), readable(known), begin, start, positions, differences, old, filled)
     return int(taken), int(done)
 
 
 @jit
 def _scan(
-    live: Words, known: Words, begin: Number, start: Number, positions: Indices, differences: Words, filled: Number
+    live: Words,
+    known: Words,
+    begin: Number,
+    start: Number,
+    positions: Indices,
+    differences: Words,
+    old: Words,
+    filled: Number,
 ) -> Number:
     n = live.size
     k = filled
@@ -37,6 +44,7 @@ def _scan(
         if mask == _ALL:
             for i in range(LANES):
                 positions[k + i] = start + t + i
+                old[k + i] = known[t + i]
                 differences[k + i] = live[t + i] - known[t + i]
             k += LANES
         elif mask != _NONE:
@@ -45,12 +53,14 @@ def _scan(
                 p = t + trailing_zeros(mask)
                 mask &= mask - _ONE
                 positions[k] = start + p
+                old[k] = known[p]
                 differences[k] = live[p] - known[p]
                 k += 1
             while mask != _NONE:
                 p = t + trailing_zeros(mask)
                 mask &= mask - _ONE
                 positions[k] = start + p
+                old[k] = known[p]
                 differences[k] = live[p] - known[p]
                 k += 1
             k = end
@@ -60,6 +70,7 @@ def _scan(
             return k, t
         if live[t] != known[t]:
             positions[k] = start + t
+            old[k] = known[t]
             differences[k] = live[t] - known[t]
             k += 1
         t += 1
