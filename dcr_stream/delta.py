@@ -159,8 +159,8 @@ class Shard:
 class Change:
     """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0.
 
-    ``old`` are the tracker's bits, which the scan has at hand: gathering them again would cost as much as reading all of
-    the tracker.
+    ``old`` are the tracker's bits, which the scan has at hand: gathering them again would cost as much as reading
+    all of the tracker.
     """
 
     shard: Shard

@@ -16,7 +16,7 @@ from dcr_stream.codec.kernels import kernel
 from dcr_stream.delta import EntryMode
 from dcr_stream.errors import UsageError
 
-__all__ = ["combine", "copies", "find", "flat_indices", "sum_box", "write_box"]
+__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "sum_box", "write_box"]
 
 
 def combine(mode: EntryMode, old: Words, values: Words) -> Words:
@@ -45,6 +45,12 @@ def copies(region: Region) -> int:
 def flat_indices(region: Region, positions: Indices) -> Indices:
     """Flat indices of row-major ``positions`` inside ``region``."""
     return region.flat(positions)
+
+
+@kernel("boxes")
+def add_at(words: Words, at: Indices, differences: Words) -> None:
+    """Add differences (modulo 2^w) to the elements ``at``, each of which occurs once and exists."""
+    words[at] += differences
 
 
 @kernel("boxes")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr_stream.canonical import Indices, Region, word_dtype
-from dcr_stream.codec.boxes import copies, flat_indices, sum_box, write_box
+from dcr_stream.codec.boxes import add_at, copies, flat_indices, sum_box, write_box
 from dcr_stream.codec.digest import lane
 from dcr_stream.codec.kernels import Implementation, using
 from dcr_stream.delta import EntryMode
@@ -144,3 +144,15 @@ def test_what_is_summed_is_loaded_from_storage_again(run: Callable[..., tuple[in
     sums = run(storage, Region.whole(2), Region(0, (2,), (0,)), "overwrite", 3, flat, values)
     assert sums == (lane.reference(3, flat, np.array([7, 7], np.uint16)),)
     assert sums != (lane.reference(3, flat, values),)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_differences_are_added_alike(width: int) -> None:
+    rng = np.random.default_rng(width)
+    words = rng.integers(0, 256, 3000 * width, np.uint8).view(word_dtype(width))
+    at = np.flatnonzero(rng.random(3000) < 0.3)
+    differences = rng.integers(0, 256, at.size * width, np.uint8).view(word_dtype(width))
+    changed = [words.copy(), words.copy()]
+    add_at.compiled(changed[0], at, differences)
+    add_at.reference(changed[1], at, differences)
+    np.testing.assert_array_equal(changed[0], changed[1])

@@ -16,7 +16,7 @@ from dcr_stream.codec.kernels.lanes import AHEAD, Number, jit, prefetch, readabl
 from dcr_stream.codec.kernels.sums import mix
 from dcr_stream.delta import EntryMode
 
-__all__ = ["flat_indices", "sum_box", "write_box"]
+__all__ = ["add_at", "flat_indices", "sum_box", "write_box"]
 
 _READ, _OVERWRITE, _ADD, _XOR = -1, 0, 1, 2
 _MODES: dict[EntryMode, int] = {"overwrite": _OVERWRITE, "add": _ADD, "xor": _XOR}
@@ -33,6 +33,11 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     flat = np.empty(positions.shape, np.int64)
     _flat(region.offset, np.array(region.sizes), np.array(region.strides), readable(positions), flat)
     return flat
+
+
+def add_at(words: Words, at: Indices, differences: Words) -> None:
+    """See :func:`dcr_stream.codec.boxes.add_at`."""
+    _add_at(words, readable(at), readable(differences))
 
 
 def write_box(
@@ -89,6 +94,13 @@ def _flat(offset: Number, sizes: Table, strides: Table, positions: Indices, flat
             if last:
                 base += rest * strides[0]
         flat[i] = base + (position - start) * stride
+
+
+@jit
+def _add_at(words: Words, at: Indices, differences: Words) -> None:
+    for i in range(at.size):
+        prefetch(words, at[min(i + AHEAD // 2, at.size - 1)])
+        words[at[i]] += differences[i]
 
 
 @jit
