@@ -15,7 +15,7 @@ import blake3
 import numpy as np
 
 from dcr_stream.canonical import Indices, Region, Words
-from dcr_stream.codec.boxes import add_at, flat_indices
+from dcr_stream.codec.boxes import add_at, located
 from dcr_stream.codec.digest import add_sums, change_sum, state_change
 from dcr_stream.codec.gaps import decode_gaps, encode_gaps
 from dcr_stream.delta import Record, Tally, Trackers
@@ -31,13 +31,6 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 def baseline_key(record: Record) -> str:
     """Which baseline array a record's elements live in: a task's tracker or a tensor's residual baseline."""
     return record.task if record.task is not None else f"residual:{record.tensor}"
-
-
-def _indices(record: Record) -> Indices:
-    """Where the record's elements live in their baseline array."""
-    if record.task is None:
-        return flat_indices(record.region, record.positions)
-    return record.positions + record.start
 
 
 Arrays = tuple[Words, Words, Words, Words]
@@ -59,9 +52,9 @@ class _Held:
     arrays: Arrays | None
     offset: int = -1
 
-    def indices(self, positions: Indices) -> Indices:
-        """Where elements live in the baseline array."""
-        return flat_indices(self.region, positions) if self.task is None else positions + self.start
+    def indices(self, positions: Indices) -> tuple[Indices, int]:
+        """Where elements live in the baseline array: indices, and what is to be added to each."""
+        return located(self.region, positions) if self.task is None else (positions, self.start)
 
 
 class PendingSet:
@@ -112,10 +105,10 @@ class PendingSet:
                 f"a record of {record.name!r} is out of order: {error}; pass records on unchanged"
             ) from error
         self._elements += count
-        self._total += change_sum(baseline_key(record), _indices(record), differences)
         if record.tensor is not None:
             self.sent_elements += count
-            change = state_change(record.tensor, flat_indices(record.region, record.positions), old, differences)
+            indices, offset = located(record.region, record.positions)
+            change = state_change(record.tensor, indices, old, differences, offset)
             self.state_change[record.tensor] = add_sums(self.state_change.get(record.tensor, (0, 0)), change)
         self._hash.update(f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{count}\0{shift}\0".encode())
         for array in (high, low, differences):
@@ -132,6 +125,8 @@ class PendingSet:
             words=old.dtype,
             arrays=arrays,
         )
+        indices, offset = held.indices(record.positions)
+        self._total += change_sum(baseline_key(record), indices, differences, offset)
         self._held.append(held)
         self._by_key.setdefault(baseline_key(record), []).append(held)
         size = sum(held.sizes)
@@ -198,7 +193,8 @@ class PendingSet:
         """Add to ``words`` the pending differences of elements ``[first, first + len(words))`` of baseline ``key``."""
         for held in self._by_key.get(key, ()):
             positions, differences, _ = self._load(held)
-            where = held.indices(positions)
+            indices, offset = held.indices(positions)
+            where = indices + offset
             inside = (where >= first) & (where < first + words.size)
             words[where[inside] - first] += differences[inside]
 
@@ -211,7 +207,8 @@ class PendingSet:
                 target = trackers.residual[held.tensor]
             else:
                 target = trackers.tasks[held.task]
-            add_at(target, held.indices(positions), differences)
+            indices, offset = held.indices(positions)
+            add_at(target, indices, differences, offset)
 
     def discard(self) -> None:
         """Release memory and spill file. Idempotent."""

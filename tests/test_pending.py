@@ -47,7 +47,7 @@ def tally_of(records: list[Record]) -> Tally:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("limit", [0, 300, 1 << 20])
+@pytest.mark.parametrize("limit", [0, 100, 1 << 20])
 def test_records_and_trackers_come_out_of_memory_and_spill_file_alike(width: int, limit: int, tmp_path: Path) -> None:
     trackers, new, records = make(width)
     pending = PendingSet(limit_bytes=limit, spill_folder=tmp_path)

@@ -16,7 +16,7 @@ from dcr_stream.codec.kernels import kernel
 from dcr_stream.delta import EntryMode
 from dcr_stream.errors import UsageError
 
-__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "sum_box", "write_box"]
+__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "sum_box", "write_box"]
 
 
 def combine(mode: EntryMode, old: Words, values: Words) -> Words:
@@ -47,10 +47,15 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return region.flat(positions)
 
 
+def located(region: Region, positions: Indices) -> tuple[Indices, int]:
+    """Where ``positions`` of a region lie: indices, and what is to be added to each. Copies nothing in a plain run."""
+    return (positions, region.offset) if region.contiguous else (flat_indices(region, positions), 0)
+
+
 @kernel("boxes")
-def add_at(words: Words, at: Indices, differences: Words) -> None:
-    """Add differences (modulo 2^w) to the elements ``at``, each of which occurs once and exists."""
-    words[at] += differences
+def add_at(words: Words, at: Indices, differences: Words, offset: int = 0) -> None:
+    """Add differences (modulo 2^w) to the elements ``at + offset``, each of which occurs once and exists."""
+    words[at + offset] += differences
 
 
 @kernel("boxes")

@@ -83,30 +83,31 @@ def _lane(lane: int, key: int, flat: Indices, bits: Words) -> NDArray[np.uint64]
     return _finalise(x)
 
 
-def _sum(which: int, key: int, flat: Indices, bits: Words) -> int:
+def _sum(which: int, key: int, flat: Indices, bits: Words, offset: int) -> int:
     total = 0
     for lo in range(0, flat.size, BLOCK):
-        total += int(_lane(which, key, flat[lo : lo + BLOCK], bits[lo : lo + BLOCK]).sum(dtype=np.uint64))
+        mixed = _lane(which, key, flat[lo : lo + BLOCK] + offset, bits[lo : lo + BLOCK])
+        total += int(mixed.sum(dtype=np.uint64))
     return total & _MASK
 
 
 @kernel("sums")
-def lane(key: int, flat: Indices, bits: Words) -> int:
-    """Sum of the first lane."""
-    return _sum(0, key, flat, bits)
+def lane(key: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+    """Sum of the first lane over the elements ``flat + offset``."""
+    return _sum(0, key, flat, bits, offset)
 
 
 @kernel("sums")
-def lanes(key: int, flat: Indices, bits: Words) -> Sum:
-    """Sums of both lanes."""
-    return _sum(0, key, flat, bits), _sum(1, key, flat, bits)
+def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
+    """Sums of both lanes over the elements ``flat + offset``."""
+    return _sum(0, key, flat, bits, offset), _sum(1, key, flat, bits, offset)
 
 
 @kernel("sums")
-def change(key: int, flat: Indices, old: Words, differences: Words) -> Sum:
-    """Sums of both lanes over ``old + differences``, minus those over ``old``."""
+def change(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
+    """Sums of both lanes over ``old + differences``, minus those over ``old``, at the elements ``flat + offset``."""
     new = np.add(old, differences, dtype=old.dtype)
-    return sub_sums(lanes.reference(key, flat, new), lanes.reference(key, flat, old))
+    return sub_sums(lanes.reference(key, flat, new, offset), lanes.reference(key, flat, old, offset))
 
 
 def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
@@ -120,9 +121,12 @@ def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
     return _lane(0, tensor_key(tensor), flat, bits)
 
 
-def state_sum(tensor: int, flat: Indices, bits: Words) -> int:
-    """Sum of ``mix`` modulo 2^64; 0 for no elements. Temporary memory is bounded by ``BLOCK``."""
-    return lane(tensor_key(tensor), flat, bits)
+def state_sum(tensor: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+    """Sum of ``mix`` over the elements ``flat + offset`` modulo 2^64; 0 for none.
+
+    Temporary memory is bounded by ``BLOCK``.
+    """
+    return lane(tensor_key(tensor), flat, bits, offset)
 
 
 def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
@@ -130,19 +134,19 @@ def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     return lanes(tensor_key(tensor), flat, bits)
 
 
-def state_change(tensor: int, flat: Indices, old: Words, differences: Words) -> Sum:
-    """What ``state_sums`` gains when elements change from ``old`` to ``old + differences`` (modulo 2^w)."""
-    return change(tensor_key(tensor), flat, old, differences)
+def state_change(tensor: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
+    """What ``state_sums`` gains when elements ``flat + offset`` change from ``old`` by ``differences`` (modulo 2^w)."""
+    return change(tensor_key(tensor), flat, old, differences, offset)
 
 
-def change_sum(task_key: str, flat: Indices, differences: Words) -> int:
+def change_sum(task_key: str, flat: Indices, differences: Words, offset: int = 0) -> int:
     """Sum modulo 2^64 over a task's changed elements: what the tally compares between capture and pending set.
 
-    ``flat`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the BLAKE3
-    digest of ``task_key`` in UTF-8 as the key.
+    ``flat + offset`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the
+    BLAKE3 digest of ``task_key`` in UTF-8 as the key.
     """
     key = int.from_bytes(blake3.blake3(task_key.encode()).digest(length=8), "little")
-    return lane(key, flat, differences)
+    return lane(key, flat, differences, offset)
 
 
 def _lanewise(operation: Callable[[int, int], int], a: Sum, b: Sum) -> Sum:

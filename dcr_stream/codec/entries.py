@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Region, TensorDirectory, Words, word_dtype
-from dcr_stream.codec.boxes import flat_indices
+from dcr_stream.codec.boxes import located
 from dcr_stream.codec.codes import code_fault, decode_codes, encode_codes
 from dcr_stream.codec.digest import state_sum
 from dcr_stream.codec.gaps import decode_gaps, encode_gaps, gap_fault
@@ -100,6 +100,7 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
         planes = _split_planes(_values(record, mode))
     parts = [high, low, codes, excess, escaped, *planes, *[_NONE] * (8 - len(planes))]
     columns = tuple(part.tobytes() for part in parts)
+    indices, offset = located(region, record.positions)
     item = Item(
         tensor=record.tensor,
         region=region,
@@ -109,7 +110,7 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
         width=width,
         shift=shift,
         code_bits=code_bits,
-        digest=state_sum(record.tensor, flat_indices(region, record.positions), record.new),
+        digest=state_sum(record.tensor, indices, record.new, offset),
         sizes=tuple(map(len, columns)),
     )
     return Entry(item, columns)

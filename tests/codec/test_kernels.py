@@ -187,9 +187,11 @@ def test_sums_agree(key: int, width: int, size: int, step: int, seed: int) -> No
     rng = np.random.default_rng(seed)
     flat = rng.integers(0, 1 << 45, size)
     old, differences = random_words(rng, size, width)[::step], random_words(rng, size, width)[::step]
-    agree(digest.lane, key, flat[::step], old)
-    agree(digest.lanes, key, flat[::step], old)
-    agree(digest.change, key, flat[::step], old, differences)
+    for offset in (0, 1, 1 << 40):
+        agree(digest.lane, key, flat[::step], old, offset)
+        agree(digest.lanes, key, flat[::step], old, offset)
+        agree(digest.change, key, flat[::step], old, differences, offset)
+        assert digest.lane.compiled(key, flat[::step], old, offset) == digest.lane(key, flat[::step] + offset, old)
 
 
 def test_state_change_is_the_difference_of_state_sums() -> None:

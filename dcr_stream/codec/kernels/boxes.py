@@ -35,9 +35,9 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return flat
 
 
-def add_at(words: Words, at: Indices, differences: Words) -> None:
+def add_at(words: Words, at: Indices, differences: Words, offset: int = 0) -> None:
     """See :func:`dcr_stream.codec.boxes.add_at`."""
-    _add_at(words, readable(at), readable(differences))
+    _add_at(words[offset:], readable(at), readable(differences))
 
 
 def write_box(
