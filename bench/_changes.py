@@ -29,6 +29,13 @@ def floats(words: Words) -> NDArray[np.float32]:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
+def normals(rng: np.random.Generator, count: int, deviation: float) -> NDArray[np.float32]:
+    """Normal float32 numbers."""
+    drawn = rng.standard_normal(count, np.float32)
+    drawn *= np.float32(deviation)
+    return drawn
+
+
 def paper_recipe(elements: int, rate: float, seed: int) -> tuple[Words, Words]:
     """Old and new words of a normal tensor where *exactly* ``rate`` of the stored words differ.
 
@@ -36,12 +43,12 @@ def paper_recipe(elements: int, rate: float, seed: int) -> tuple[Words, Words]:
     word is drawn again, so that the rate counts stored bits.
     """
     rng = np.random.default_rng(seed)
-    old = bf16(rng.standard_normal(elements, np.float32) * np.float32(0.02))
+    old = bf16(normals(rng, elements, 0.02))
     new = old.copy()
     todo = np.sort(rng.choice(elements, round(elements * rate), replace=False, shuffle=False))
     while todo.size:
         known = floats(old[todo])
-        drawn = bf16(known + known * rng.standard_normal(todo.size, np.float32) * np.float32(1e-2))
+        drawn = bf16((known + known * normals(rng, todo.size, 1e-2)).astype(np.float32))
         new[todo] = drawn
         todo = todo[drawn == old[todo]]
     return old, new
@@ -59,8 +66,8 @@ def with_rate(old: Words, differences: Words, rate: float, seed: int) -> Words:
 def noisy(elements: int, amplitude: float, seed: int = 0) -> tuple[Words, Words]:
     """The paper's Table 2: standard normals, and the same with noise of standard deviation ``amplitude``."""
     rng = np.random.default_rng(seed)
-    old = bf16(rng.standard_normal(elements, np.float32))
-    return old, bf16(floats(old) + rng.standard_normal(elements, np.float32) * np.float32(amplitude))
+    old = bf16(normals(rng, elements, 1.0))
+    return old, bf16(floats(old) + normals(rng, elements, amplitude))
 
 
 def real_trace(steps: int = 20) -> tuple[Words, Words]:

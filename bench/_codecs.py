@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Words
-from dcr_stream.codec.kernels.lanes import jit
+from dcr_stream.codec.kernels.lanes import Number, jit
 
 __all__ = ["Scratch", "dense", "indexed", "overwrite", "paper", "read_both"]
 
@@ -109,7 +109,7 @@ def _clear(scratch: Words, gaps: Bytes) -> None:
 
 
 @jit
-def _any_difference(a: Words, b: Words) -> int:
+def _any_difference(a: Words, b: Words) -> Number:
     seen = np.uint64(0)
     for i in range(a.size):
         seen |= a[i] ^ b[i]

@@ -33,7 +33,7 @@ from bench._changes import noisy, paper_recipe, real_trace, with_rate
 from bench._codecs import Scratch, dense, indexed, overwrite, paper, read_both
 from bench._report import Figures, Targets, report
 from dcr_stream.canonical import Region, Words
-from dcr_stream.codec import decode_item, encode_record, frame_bucket, seal_payload, tensor_from_words, warm_up
+from dcr_stream.codec import COLUMNS, decode_item, encode_record, frame_bucket, seal_payload, tensor_from_words, warm_up
 from dcr_stream.codec.boxes import add_at
 from dcr_stream.delta import Bucket, CodedBucket, Entry, Item, Record, Trackers
 from dcr_stream.loaders import StateDictLoader, apply_item
@@ -108,7 +108,9 @@ def coded(records: list[Record]) -> CodedBucket:
 
 def bucket_of(entries: list[Entry]) -> Bucket:
     """Entries in columns."""
-    columns = tuple(b"".join(shares) for shares in zip(*(e.columns for e in entries), strict=True)) or (b"",) * 13
+    columns = tuple(b"".join(shares) for shares in zip(*(e.columns for e in entries), strict=True)) or (b"",) * len(
+        COLUMNS
+    )
     return Bucket(tuple(e.item for e in entries), columns)
 
 
@@ -254,7 +256,7 @@ def table2(amplitude: float, elements: int = 20_000_000) -> tuple[float, float]:
     old, new = noisy(elements, amplitude)
     weights = in_tensors(old, new)
     bucket = coded(weights.changes())
-    add = sum(stream.coded for stream in bucket.streams[2:5])
+    add = sum(stream.coded for stream in bucket.streams[COLUMNS.index("C") : COLUMNS.index("O0")])
     changed = old != new
     xor = len(zstandard.ZstdCompressor(level=1).compress((old[changed] ^ new[changed]).data.cast("B")))
     return add / 1e6, xor / 1e6

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 EntryMode = Literal["add", "xor", "overwrite"]
-PositionMode = Literal["gaps", "dense"]
+PositionMode = Literal["gaps", "bitmap", "dense"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def warm_up() -> float:
     """
     started = time.perf_counter()
     if implementation() == "numba":
-        for step in (1, 1000):  # without and with a gap shift
+        for step in (1, 2, 10, 1000):  # dense, bitmap, gaps without and with a shift
             _refit(np.arange(4, dtype=np.int64) * step)
     return time.perf_counter() - started
 
@@ -39,6 +39,6 @@ def _refit(changed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
     change_sum("", positions, differences)
     state_change(0, positions, before, differences)
     state_sums(0, positions, differences)
-    record = Record("", 0, Region.whole(old.size + 1), positions, differences, before, "")
+    record = Record("", 0, Region.whole(old.size), positions, differences, before, "")
     entry = encode_record(record, "add")
     decode_item(entry.item, entry.columns)

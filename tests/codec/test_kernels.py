@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Words, word_dtype
 from dcr_stream.codec import digest, warm_up
+from dcr_stream.codec.bitmap import ascends, count_bitmap, decode_bitmap, encode_bitmap
 from dcr_stream.codec.codes import choose_code_bits, count_codes, decode_codes, encode_codes
 from dcr_stream.codec.gaps import decode_gaps, join_gaps, sum_high, sum_low
 from dcr_stream.codec.kernels import VARIABLE, Implementation, Kernel, implementation, using
@@ -154,6 +155,24 @@ def test_positions_out_of_order_are_refused_alike(positions: list[int], shift: i
             run(array, shift)
 
 
+@pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 1000, 70_001])
+@pytest.mark.parametrize("rate", [0.0, 0.26, 0.7, 1.0])
+def test_bitmaps_agree(elements: int, rate: float) -> None:
+    positions = np.flatnonzero(np.random.default_rng(elements).random(elements) < rate)
+    agree(encode_bitmap, positions, elements)
+    bitmap = encode_bitmap.reference(positions, elements)
+    for column in (bitmap, np.concatenate([bitmap[:1], bitmap])[1:]):
+        agree(count_bitmap, column)
+        agree(decode_bitmap, column, positions.size)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(st.integers(-2, 20), max_size=5))
+def test_ascending_positions_are_told_alike(positions: list[int]) -> None:
+    agree(ascends, np.array(positions, np.int64))
+    assert ascends(np.array(positions, np.int64)) == (positions == sorted({abs(p) for p in positions}))
+
+
 @pytest.mark.parametrize("ones", [0.0, 0.59, 0.61, 1.0])
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 4095, 4096, 4097, 20_001])
 def test_codes_agree(ones: float, size: int) -> None:
@@ -227,6 +246,7 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_numba_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr("dcr_stream.codec.kernels._chosen", None)
     assert implementation() == "numpy"
