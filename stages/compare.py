@@ -43,13 +43,12 @@ def changed_elements(
 ) -> tuple[Indices, Words, Words]:
     """Where ``read(lo, hi)`` differs from ``old``: ascending int64 indices, new - old modulo 2^w, and old bits.
 
-    Temporary memory is that of one block, besides the result, which may need twice its size while it grows, and what
-    ``read`` itself makes for a block.
+    Memory is that of the result, up to twice as much while it grows, and what ``read`` itself makes for a block.
 
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    found = Found(old.dtype)
+    found = Found(old.dtype, lo, hi)
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]

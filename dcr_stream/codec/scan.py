@@ -48,9 +48,14 @@ def scan(
 
 
 class Found:
-    """The changed elements found so far, in arrays that grow with them."""
+    """The changed elements found so far in ``[lo, hi)``, in arrays that grow with them.
 
-    def __init__(self, words: np.dtype[np.unsignedinteger]) -> None:
+    Memory that was never used before costs more to touch than to fill, so arrays grow straight to the size that the
+    density so far suggests.
+    """
+
+    def __init__(self, words: np.dtype[np.unsignedinteger], lo: int, hi: int) -> None:
+        self._lo, self._hi = lo, hi
         self._filled = 0
         self._arrays = (np.empty(_FIRST, np.int64), np.empty(_FIRST, words), np.empty(_FIRST, words))
 
@@ -61,8 +66,7 @@ class Found:
             self._filled, done = scan(live, known, done, start, *self._arrays, self._filled)
             if done == live.size:
                 return
-            positions, differences, old = self._arrays
-            self._arrays = (self._grown(positions), self._grown(differences), self._grown(old))
+            self._grow(start + done)
 
     def take(self) -> tuple[Indices, Words, Words]:
         """Ascending positions, differences and old bits, in arrays of exactly their size."""
@@ -70,7 +74,15 @@ class Found:
             array.resize(self._filled, refcheck=False)
         return self._arrays
 
-    def _grown(self, array: Words) -> Words:
-        larger = np.empty(2 * array.size, array.dtype)
+    def _grow(self, reached: int) -> None:
+        seen, left = max(reached - self._lo, 1), self._hi - reached
+        expected = self._filled + self._filled * left // seen
+        least, most = self._filled + self._filled // 2 + ROOM, self._filled + left + ROOM
+        size = min(max(least, expected + expected // 16), most)
+        positions, differences, old = (self._larger(array, size) for array in self._arrays)
+        self._arrays = positions, differences, old
+
+    def _larger(self, array: Words, size: int) -> Words:
+        larger = np.empty(size, array.dtype)
         larger[: self._filled] = array[: self._filled]
         return larger

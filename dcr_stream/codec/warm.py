@@ -33,7 +33,7 @@ def _refit(changed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
     old = np.zeros(int(changed[-1]) + 1, np.uint16)
     new = old.copy()
     new[changed] = 1
-    found = Found(old.dtype)
+    found = Found(old.dtype, 0, old.size)
     found.add(new, old, 0)
     positions, differences, before = found.take()
     change_sum("", positions, differences)

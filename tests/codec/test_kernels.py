@@ -110,16 +110,20 @@ def test_scans_take_strided_unaligned_and_read_only_words(width: int) -> None:
         same(scanned(scan.compiled, live, known, 5000), scanned(scan.reference, live, known, 5000))
 
 
-def test_found_elements_outgrow_any_first_guess() -> None:
+@pytest.mark.parametrize("first", [0, 150_000, 295_000])
+def test_found_elements_outgrow_any_guess(first: int) -> None:
+    """Density says little when all changes lie at one end."""
     old = np.zeros(300_000, np.uint16)
-    new = old + np.arange(old.size).astype(np.uint16)
-    found = Found(old.dtype)
+    new = old.copy()
+    new[first:] += 1
+    new[::7] += 2
+    found = Found(old.dtype, 1000, 301_000)
     for lo in range(0, old.size, 70_000):
-        found.add(new[lo : lo + 70_000], old[lo : lo + 70_000], lo)
+        found.add(new[lo : lo + 70_000], old[lo : lo + 70_000], 1000 + lo)
     positions, differences, before = found.take()
-    np.testing.assert_array_equal(positions, np.flatnonzero(new))
-    np.testing.assert_array_equal(differences, new[positions])
-    np.testing.assert_array_equal(before, old[positions])
+    np.testing.assert_array_equal(positions, np.flatnonzero(new) + 1000)
+    np.testing.assert_array_equal(differences, new[positions - 1000])
+    np.testing.assert_array_equal(before, old[positions - 1000])
     assert positions.base is None
 
 
