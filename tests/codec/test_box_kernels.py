@@ -97,7 +97,7 @@ def places(region: Region, place: Region, flat: Indices) -> Indices:
     """Where the compiled walk finds single indices, without a storage that large."""
     from dcr_stream.codec.kernels import boxes as compiled
 
-    table, _ = compiled._tables(region, place)
+    table, _ = compiled._tables(region, place, place.last + 1)
     found = np.full(flat.size, -1)
     for i, index in enumerate(flat.tolist()):
         start, end, base, step, stride = compiled._interval(table, index)
@@ -156,3 +156,25 @@ def test_differences_are_added_alike(width: int) -> None:
     add_at.compiled(changed[0], at, differences, 100)
     add_at.reference(changed[1], at, differences, 100)
     np.testing.assert_array_equal(changed[0], changed[1])
+
+
+def test_nothing_is_written_outside_of_storage() -> None:
+    """Compiled code checks no index, so what it is handed is checked as a whole."""
+    words, ones = np.zeros(10, np.uint16), np.ones(3, np.uint16)
+    flat = np.arange(3)
+    for region, place in (
+        (Region.whole(3), Region(8, (3,), (1,))),
+        (Region.whole(3), Region(0, (3,), (5,))),
+        (Region.whole(3), Region(-1, (3,), (1,))),
+        (Region.whole(3), Region.whole(4)),
+    ):
+        with pytest.raises(IndexError):
+            write_box.compiled(words, region, place, "overwrite", 0, flat, ones)
+        with pytest.raises(IndexError):
+            sum_box.compiled(words, region, place, 0, flat)
+    with pytest.raises(IndexError):
+        write_box.compiled(words, Region.whole(3), Region.whole(3), "overwrite", 0, flat, ones[:2])
+    for at, offset in (([0, 1, 10], 0), ([-1, 0, 1], 0), ([0, 1, 2], 8), ([5, 6, 7], -6), ([0, 1], 0)):
+        with pytest.raises(IndexError):
+            add_at.compiled(words, np.array(at), ones, offset)
+    assert not words.any()

@@ -37,6 +37,8 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
 
 def add_at(words: Words, at: Indices, differences: Words, offset: int = 0) -> None:
     """See :func:`dcr_stream.codec.boxes.add_at`."""
+    if at.size != differences.size or (at.size and not 0 <= at.min() + offset <= at.max() + offset < words.size):
+        raise IndexError(f"{at.size} places and {differences.size} differences do not fit into {words.size} words")
     _add_at(words[offset:], readable(at), readable(differences))
 
 
@@ -44,7 +46,9 @@ def write_box(
     words: Words, region: Region, place: Region, mode: EntryMode, key: int, flat: Indices, values: Words
 ) -> tuple[int, ...]:
     """See :func:`dcr_stream.codec.boxes.write_box`."""
-    table, shifts = _tables(region, place)
+    if flat.size != values.size:
+        raise IndexError(f"{flat.size} elements and {values.size} values")
+    table, shifts = _tables(region, place, words.size)
     sums = np.zeros(shifts.size, np.uint64)
     _walk(words, table, shifts, _MODES[mode], np.uint64(key), readable(flat), readable(values), sums)
     return tuple(sums.tolist())
@@ -52,7 +56,7 @@ def write_box(
 
 def sum_box(words: Words, region: Region, place: Region, key: int, flat: Indices) -> tuple[int, ...]:
     """See :func:`dcr_stream.codec.boxes.sum_box`."""
-    table, shifts = _tables(region, place)
+    table, shifts = _tables(region, place, words.size)
     sums = np.zeros(shifts.size, np.uint64)
     none = readable(np.empty(0, words.dtype))
     _walk(words, table, shifts, _READ, np.uint64(key), readable(flat), none, sums)
@@ -60,11 +64,16 @@ def sum_box(words: Words, region: Region, place: Region, key: int, flat: Indices
 
 
 @lru_cache(maxsize=4096)
-def _tables(region: Region, place: Region) -> tuple[Table, Table]:
+def _tables(region: Region, place: Region, size: int) -> tuple[Table, Table]:
     """A box as numbers: offset, place and last index, then size, stride and step of each dimension; and its copies.
 
     Copies are told as what they are shifted by. Boxes are few and used for every block, so they are remembered.
+
+    Raises:
+        IndexError: the place reaches beyond ``size`` words. Compiled code would not notice.
     """
+    if region.sizes != place.sizes or place.offset < 0 or place.last >= size:
+        raise IndexError(f"{place} is no place for {region} in {size} words")
     dims = list(zip(region.sizes, region.strides, place.strides, strict=True))
     shifts = np.zeros(1, np.int64)
     for size, stride, step in dims:

@@ -18,6 +18,8 @@ def scan(
     live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, old: Words, filled: int
 ) -> tuple[int, int]:
     """See :func:`dcr_stream.codec.scan.scan`."""
+    if live.size != known.size or not positions.size == differences.size == old.size:
+        raise IndexError("blocks to scan, and arrays for what is found, must be equally long")
     taken, done = _scan(readable(live), readable(known), begin, start, positions, differences, old, filled)
     return int(taken), int(done)
 
