@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 EntryMode = Literal["add", "xor", "overwrite"]
-PositionMode = Literal["gaps", "bitmap", "dense"]
+PositionMode = Literal["gaps", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +157,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0.
-
-    ``old`` are the tracker's bits, which the scan has at hand: gathering them again would cost as much as reading
-    all of the tracker.
-    """
+    """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0."""
 
     shard: Shard
     positions: Indices
     differences: Words
-    old: Words
 
     @property
     def name(self) -> str:
@@ -176,7 +171,7 @@ class Change:
     @property
     def nbytes(self) -> int:
         """Host bytes held."""
-        return self.positions.nbytes + self.differences.nbytes + self.old.nbytes
+        return self.positions.nbytes + self.differences.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.digest import change_sum
-from dcr_stream.codec.scan import Found
 from dcr_stream.delta import Change, Shard
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, expand
@@ -15,8 +16,8 @@ from dcr_stream.stages.chunk import Group
 
 __all__ = ["BLOCK", "changed_elements", "compare"]
 
-BLOCK = 1 << 20
-"""Elements asked of a source at a time: what a source must gather or copy costs no more memory than this."""
+BLOCK = 256 << 10
+"""Elements compared at a time: live bits, tracker and mask of a block stay in a core's cache."""
 
 
 def compare(*, workers: int = 1) -> Stage[Group, Change]:
@@ -40,15 +41,16 @@ def compare(*, workers: int = 1) -> Stage[Group, Change]:
 
 def changed_elements(
     read: Callable[[int, int], Words], old: Words, lo: int, hi: int, what: str
-) -> tuple[Indices, Words, Words]:
-    """Where ``read(lo, hi)`` differs from ``old``: ascending int64 indices, new - old modulo 2^w, and old bits.
+) -> tuple[Indices, Words]:
+    """Ascending int64 indices in ``[lo, hi)`` where ``read(lo, hi)`` differs from ``old``, and new - old modulo 2^w.
 
-    Memory is that of the result, up to twice as much while it grows, and what ``read`` itself makes for a block.
+    Temporary memory is that of one block, besides the result and what ``read`` itself makes for a block.
 
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    found = Found(old.dtype, lo, hi)
+    positions: list[Indices] = []
+    differences: list[Words] = []
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]
@@ -57,8 +59,13 @@ def changed_elements(
                 f"{what}: elements [{start}, {stop}) were read as {live.dtype} of shape {live.shape} instead of "
                 f"{known.dtype} of shape {known.shape}; its dtype and shape must not change within a run"
             )
-        found.add(live, known, start)
-    return found.take()
+        changed = np.flatnonzero(live != known)
+        if changed.size:
+            differences.append(live[changed] - known[changed])
+            positions.append(changed + start)
+    if not positions:
+        return np.empty(0, np.int64), np.empty(0, old.dtype)
+    return np.concatenate(positions), np.concatenate(differences)
 
 
 def _changes(group: Group) -> Iterator[Change]:
@@ -70,9 +77,9 @@ def _changes(group: Group) -> Iterator[Change]:
 
 def _compare(shard: Shard) -> Change:
     task = shard.task
-    positions, differences, old = changed_elements(
+    positions, differences = changed_elements(
         task.read, shard.trackers[task.key], shard.lo, shard.hi, f"task {task.key!r}"
     )
     shard.tally.scan(shard.hi - shard.lo)
     shard.tally.add(positions.size, change_sum(task.key, positions, differences))
-    return Change(shard, positions, differences, old)
+    return Change(shard, positions, differences)
