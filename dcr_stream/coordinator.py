@@ -16,10 +16,8 @@ from dcr_stream.canonical import TensorDirectory
 from dcr_stream.errors import (
     CommitRecordUnreadable,
     ControlError,
-    DcrError,
     DirectoryMismatch,
     PeerLost,
-    StaleEpoch,
     TransitionFailed,
     UsageError,
 )
@@ -28,10 +26,9 @@ from dcr_stream.leadership import Leadership
 from dcr_stream.messages import Announcement, CommitRecord
 from dcr_stream.participants import Participants
 from dcr_stream.peers import Mode, Peer, RefitReport, TransitionSettings
-from dcr_stream.protocol import PROTOCOL, Adopt, Done, Fence, Hello, Message, Offer, OpenGates, Shape, Welcome
+from dcr_stream.protocol import PROTOCOL, Done, Fence, Hello, Message, Offer, Shape, Welcome
 from dcr_stream.runtime import Runtime
 from dcr_stream.session import MessageConnection, message_connection
-from dcr_stream.together import every
 from dcr_stream.transition import Transition
 
 __all__ = ["CoordinatorRole", "CoordinatorSettings"]
@@ -83,7 +80,7 @@ class CoordinatorRole:
         self._changed = anyio.Condition()
         self._turn = anyio.Lock()
         self._transition: Transition | None = None
-        self._untold: CommitRecord | None = None
+        self._last: Transition | None = None
         self._attempt = 0
         self._joined_once = False
 
@@ -122,7 +119,7 @@ class CoordinatorRole:
             UsageError, DirectoryMismatch, PlacementError: owners or receivers do not fit together.
         """
         async with self._turn:
-            await self._tell_untold()
+            await self._finish_last()
             await self._wait_for(self._all_joined, self.settings.join_deadline_s, self._who_is_missing)
             self._joined_once = True
             try:
@@ -135,7 +132,6 @@ class CoordinatorRole:
             try:
                 return await transition.run()
             finally:
-                self._untold = transition.untold
                 self._attempt = transition.next_attempt
                 self._transition = None
 
@@ -146,7 +142,7 @@ class CoordinatorRole:
         transition.
         """
         async with self._turn:
-            await self._tell_untold()
+            await self._finish_last()
             if not self._joiners():
                 return 0
             transition = await self._begin("async")
@@ -167,7 +163,7 @@ class CoordinatorRole:
         """
         while True:
             async with self._turn:
-                await self._tell_untold()
+                await self._finish_last()
             async with self._changed:
                 while not (self._any_offered() or self._joiners()):
                     await self._changed.wait()
@@ -181,29 +177,10 @@ class CoordinatorRole:
             except TransitionFailed as error:
                 self._monitor.step("coordinator", "transition failed", seconds=0.0, detail=str(error))
 
-    async def _tell_untold(self) -> None:
+    async def _finish_last(self) -> None:
         """Finish what an earlier call had committed and was cancelled before everybody was told of."""
-        record = self._untold
-        if record is None:
-            return
-
-        async def tell(peer: Peer) -> None:
-            messages: list[Message] = [Adopt(record)]
-            if peer.hello.role == "node":
-                messages.append(OpenGates(record.version, self._lead.epoch))
-            elif peer.offer is not None and peer.offer.base < record.version:
-                peer.offer = None  # the record settles it
-            try:
-                for message in messages:
-                    await peer.ask(message, Done, timeout_s=self.settings.transition.advance_deadline_s)
-            except StaleEpoch:
-                raise
-            except DcrError as error:  # it settles when it comes back
-                self._monitor.step("coordinator", "repeating the commit failed", seconds=0.0, detail=str(error))
-
-        await self._lead.check()
-        await every([*self._owners.values(), *self._nodes.values()], tell)
-        self._untold = None
+        if self._last is not None:
+            await self._last.finish()
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
@@ -236,8 +213,7 @@ class CoordinatorRole:
     async def _welcome(self, hello: Hello, connection: MessageConnection, known: Peer | None) -> Peer:
         refusal = self._refusal(hello)
         if refusal is not None:
-            self._refused.append(str(refusal))
-            del self._refused[:-8]
+            self._remember(str(refusal))
             await self._notify()
             raise refusal
         peers = self._owners if hello.role == "owner" else self._nodes
@@ -248,10 +224,18 @@ class CoordinatorRole:
             earlier = peers.get(hello.name)
             peer = peers[hello.name] = Peer(hello, connection)
             if earlier is not None:
-                # The role came back before its old link was seen to be dead.
+                # The role came back before its old link was seen to be dead; or two processes use one name.
+                if earlier.hello.incarnation != hello.incarnation:
+                    self._remember(
+                        f"{hello.role} {hello.name!r} came twice; if two processes use that name, rename one"
+                    )
                 await earlier.cut_off()
         await self._notify()
         return peer
+
+    def _remember(self, trouble: str) -> None:
+        self._refused.append(trouble)
+        del self._refused[:-8]
 
     def _refusal(self, hello: Hello) -> Exception | None:
         who = f"{hello.role} {hello.name!r}"
@@ -325,7 +309,7 @@ class CoordinatorRole:
             secret=self._secret,
             monitor=self._monitor,
         )
-        self._transition = transition
+        self._transition = self._last = transition
         return transition
 
     async def _drop_offers(self) -> None:
@@ -372,7 +356,7 @@ class CoordinatorRole:
             f"{len(self._owners)} of {self.settings.owners} owners and {len(self._nodes)} of {self.settings.nodes} "
             f"nodes have joined run {self.run!r}"
         )
-        return text + (f"; refused: {self._refused[-1]}" if self._refused else "; start the missing ones")
+        return text + (f"; last trouble: {self._refused[-1]}" if self._refused else "; start the missing ones")
 
     def _who_has_not_offered(self) -> str:
         names = [name for name, peer in sorted(self._owners.items()) if peer.offer is None]

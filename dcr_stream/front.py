@@ -73,6 +73,7 @@ class Owner:
 
     def __init__(self, role: OwnerRole, source: Source, portal: BlockingPortal, stack: ExitStack, address: str) -> None:
         self._role, self._source, self._portal, self._stack = role, source, portal, stack
+        self.address = address
         self._closed = False
         self._serving: Future[None] = portal.start_task_soon(role.serve, address)
 
@@ -149,30 +150,15 @@ class Owner:
             CaptureError: this rank or another one could not capture; nothing has changed.
             AuthenticationFailed, CommitRecordUnreadable, UsageError: the coordinator refuses this owner.
         """
-        problem: DcrError | None = None
-        try:
-            if not self._call(self._role.wait_settled, timeout_s):
-                problem = TransitionFailed(
-                    f"owner {self.name!r}: after {timeout_s:g} s the last transition has not ended or no coordinator "
-                    "answers; look at the coordinator, or raise timeout_s"
-                )
-        except DcrError as error:
-            problem = error
+        settled, problem = self._tried(self._role.wait_settled, timeout_s)
+        if settled is False:
+            problem = TransitionFailed(self._not_settled(timeout_s))
         if not self._source.agree(problem is None):
             raise problem or TransitionFailed("another training rank cannot refit now; its error says why")
-        offer: Offer | None = None
-        try:
-            offer = self._call(self._role.capture)
-        except DcrError as error:
-            problem = error
-        except Exception as error:
-            # A user's own stage may raise anything; the other ranks wait for this one's word all the same.
-            problem = CaptureError(
-                f"owner {self.name!r} could not capture: {type(error).__name__}: {error}; repair the stage"
-            )
-            problem.__cause__ = error
+        offer, problem = self._tried(self._role.capture)
         if not self._source.agree(offer is not None) or offer is None:
-            self._call(_sync(self._role.drop))
+            if not self._closed:
+                self._call(_sync(self._role.drop))
             raise problem or CaptureError("another training rank could not capture; its error says why")
         self._call(self._role.offer)
         return offer
@@ -184,7 +170,7 @@ class Owner:
             TransitionFailed: it has not ended within ``timeout_s``.
         """
         if not self._call(self._role.wait_settled, timeout_s):
-            raise TransitionFailed(f"owner {self.name!r}: the transition has not ended within {timeout_s:g} s")
+            raise TransitionFailed(self._not_settled(timeout_s))
         return self.last
 
     def close(self) -> None:
@@ -200,6 +186,28 @@ class Owner:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _tried(self, fn: Callable[..., Awaitable[T]], *args: object) -> tuple[T | None, DcrError | None]:
+        """What ``_call`` returns, or the error: whatever it is, the other ranks wait for this one's word."""
+        try:
+            return self._call(fn, *args), None
+        except DcrError as error:
+            return None, error
+        except Exception as error:
+            # A user's own stage, source or transport may raise anything.
+            problem = CaptureError(
+                f"owner {self.name!r} could not refit: {type(error).__name__}: {error}; "
+                "repair that stage, source or transport"
+            )
+            problem.__cause__ = error
+            return None, problem
+
+    def _not_settled(self, timeout_s: float) -> str:
+        trouble = f" (no coordinator: {self._role.trouble})" if self._role.trouble else ""
+        return (
+            f"owner {self.name!r}: after {timeout_s:g} s no coordinator answers at {self.address}, or the last "
+            f"transition has not ended{trouble}; look at the coordinator, or raise timeout_s"
+        )
 
     def _call(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Call into the background loop; an owner that the coordinator refused raises that refusal."""

@@ -120,8 +120,8 @@ class NodeRole:
                     await self._join(connection)
                     self._connection = connection
                     await anyio.sleep_forever()
-            except (PeerLost, StaleEpoch):
-                pass
+            except (PeerLost, StaleEpoch) as error:
+                self._monitor.step(f"node {self.name}", "no coordinator", seconds=0.0, detail=str(error))
             finally:
                 self._connection = None
             await self._stop()

@@ -103,6 +103,8 @@ class OwnerRole:
     ) -> None:
         self.name, self.run, self.version = name, run, -1
         self.last: Outcome | None = None
+        self.trouble = ""
+        """Why there is, or last was, no coordinator."""
         self._source, self._runtime, self._secret = source, runtime, secret
         self._front, self._back = pipeline.split()
         self._route = Route(f"owner {name!r}", open_transport)
@@ -126,11 +128,6 @@ class OwnerRole:
         self._weights = anyio.Lock()
 
     # -- for the training side --------------------------------------------------------------------------------------
-
-    @property
-    def connected(self) -> bool:
-        """Whether a coordinator has welcomed this owner."""
-        return self._connection is not None
 
     @property
     def baseline_bytes(self) -> int:
@@ -214,8 +211,9 @@ class OwnerRole:
                 async with session(self._runtime.network, address, self.handle) as connection:
                     await self._join(connection)
                     await anyio.sleep_forever()
-            except (PeerLost, StaleEpoch):
-                pass
+            except (PeerLost, StaleEpoch) as error:
+                self.trouble = str(error)
+                self._monitor.step(f"owner {self.name}", "no coordinator", seconds=0.0, detail=self.trouble)
             finally:
                 self._connection = None
                 if self._joined.is_set():  # those who wait already must see the next one
@@ -232,7 +230,7 @@ class OwnerRole:
         await self._route.follow(welcome.transport)
         if welcome.record is not None:
             await self._adopt(welcome.record)
-        self._connection = connection
+        self._connection, self.trouble = connection, ""
         self._joined.set()
         # Only now: the record may have settled what was on offer.
         if self._offered:

@@ -174,7 +174,8 @@ class Participants:
         Nothing here can undo the commit: a role that is gone or does not answer settles when it comes back.
         """
         for owner in {*self.owners.values(), *self.current.values()}:
-            owner.offer = None  # now, not after the answer: the next offer may come before that
+            if owner.offer == self.offers.get(owner.name):
+                owner.offer = None  # now, not after the answer: the next offer may come before that
         order, deadline_s = Adopt(record), self.settings.advance_deadline_s
         await every(self._everybody(), lambda peer: self._tell(peer, order, deadline_s))
 

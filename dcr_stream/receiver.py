@@ -189,7 +189,7 @@ class Receiver:
         directory = self._directory.digest if self._directory is not None and self._plan is not None else ""
         return ReceiverStatus(self._incarnation, self._mark, self._version, self._attempt, directory)
 
-    def lose_base(self, reason: str) -> None:
+    def lose_base(self) -> None:
         """Say that the weights are gone (sleep, reload): the next transition restores this receiver densely."""
         self._forget()
         self._plan = None

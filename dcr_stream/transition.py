@@ -64,8 +64,7 @@ class Transition:
         monitor: Monitor,
     ) -> None:
         self.next_attempt = first_attempt
-        self.untold: CommitRecord | None = None
-        """A record that was committed and that not everybody was told of, because the caller gave up."""
+        self._unfinished: tuple[CommitRecord, AttemptRun] | None = None
         self._mode: Mode = mode
         self._lead, self._all = lead, participants
         self._runtime, self._secret, self._monitor = runtime, secret, monitor
@@ -110,9 +109,8 @@ class Transition:
                 if self._mode == "async":
                     await self._all.open_gates()
             else:
-                self.untold = record
-                await self._finish(record, run)
-                self.untold = None
+                self._unfinished = record, run
+                await self.finish()
                 return self._report(record, run, failures)
         await self._give_up()
         raise TransitionAbandoned(
@@ -285,12 +283,17 @@ class Transition:
         run.timeline["commit"] = self._runtime.clock.monotonic() - started
         return record
 
-    async def _finish(self, record: CommitRecord, run: AttemptRun) -> None:
-        """After the commit: nothing here can undo it, so a role that is gone settles when it comes back.
+    async def finish(self) -> None:
+        """Tell everybody of the commit and open the gates; called again if the caller gave up in between.
+
+        Nothing here can undo the commit, so a role that is gone settles when it comes back. Idempotent.
 
         Raises:
             StaleEpoch: another coordinator has taken over meanwhile; it opens the gates.
         """
+        if self._unfinished is None:
+            return
+        record, run = self._unfinished
         clock, started = self._runtime.clock, self._runtime.clock.monotonic()
         await self._all.adopt(record)
         try:
@@ -303,6 +306,7 @@ class Transition:
         else:
             await self._all.open_gates()
         run.timeline["advance"] = clock.monotonic() - started
+        self._unfinished = None
 
     # -- failure ----------------------------------------------------------------------------------------------------
 

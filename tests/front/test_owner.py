@@ -25,6 +25,7 @@ from dcr_stream.errors import (
 )
 from dcr_stream.flow import Pipeline, each, expand
 from dcr_stream.gate import EngineGate, LocalEngine
+from dcr_stream.interfaces import Transport
 from dcr_stream.runtime import ThreadWorkers
 from dcr_stream.stages import bucket, chunk, compare, compress, convert, encode, project
 
@@ -296,3 +297,32 @@ async def test_either_every_rank_captures_or_every_rank_raises(world: World) -> 
             for owner in owners:
                 await anyio.to_thread.run_sync(owner.close)
     assert same_bits(world.trained, world.served)
+
+
+async def test_a_transport_that_cannot_be_opened_on_one_rank_fails_every_rank(world: World) -> None:
+    """An untyped error outside of capture must not leave the other ranks waiting in their all-reduce."""
+    agreement = Agreement()
+    sources = [TorchSource(world.trained, rank=r, replicas=2, agree=agreement.of(r)) for r in range(2)]
+    async with world.listen(owners=2) as coordinator:
+        owners = [Owner.connect(coordinator.address, sources[r], name=f"rank{r}", secret=SECRET) for r in range(2)]
+        try:
+
+            def broken(url: str) -> Transport:
+                raise ValueError("a fault in the user's own transport")
+
+            owners[1]._role._route._open = broken
+            failed = await refit_all(owners)
+            assert isinstance(failed[0], TransitionFailed)
+            assert isinstance(failed[1], CaptureError)
+            assert "ValueError" in str(failed[1])
+        finally:
+            for owner in owners:
+                await anyio.to_thread.run_sync(owner.close)
+
+
+def test_an_owner_without_a_coordinator_says_where_it_looked_and_why() -> None:
+    with (
+        Owner.connect("dcr://127.0.0.1:9", TorchSource({"w": torch.zeros(3)}), secret=SECRET) as owner,
+        pytest.raises(TransitionFailed, match=r"dcr://127\.0\.0\.1:9.*no coordinator: .*127\.0\.0\.1:9"),
+    ):
+        owner.refit(timeout_s=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -268,6 +267,22 @@ async def test_a_coordinator_that_dies_while_receivers_apply_is_replaced(method:
             assert run.serving() == [1, 1]
 
 
+async def commit_and_tell_nobody(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commit the offers; the call is cancelled before any role hears of it."""
+    committed = anyio.Event()
+
+    async def die(self: Participants, record: CommitRecord) -> None:
+        committed.set()
+        await anyio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Participants, "adopt", die)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run.coordinator.refit)
+            await committed.wait()
+            tasks.cancel_scope.cancel()
+
+
 async def test_a_takeover_after_the_commit_finishes_it_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record is at v+1, nobody has advanced: all do when they read it, and nothing is sent again."""
     transport = RecordingTransport(MemoryTransport())
@@ -275,18 +290,7 @@ async def test_a_takeover_after_the_commit_finishes_it_exactly_once(monkeypatch:
         await run.refit()
         nudge(run.live, 1)
         await run.offer()
-        committed = anyio.Event()
-
-        async def die(self: Participants, record: CommitRecord) -> None:
-            committed.set()
-            await anyio.sleep_forever()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Participants, "adopt", die)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run.coordinator.refit)
-                await committed.wait()
-                tasks.cancel_scope.cancel()
+        await commit_and_tell_nobody(run, monkeypatch)
         assert [owner.version for owner in run.owners] == [0, 0]
         run.committed[1] = run.captured
         sent = len(transport.sent)
@@ -311,20 +315,9 @@ async def test_a_receiver_that_missed_the_commit_is_restored_by_the_successor(mo
         await run.refit()
         nudge(run.live, 1)
         await run.offer()
-        committed = anyio.Event()
-
-        async def die(self: Participants, record: CommitRecord) -> None:
-            committed.set()
-            await anyio.sleep_forever()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Participants, "adopt", die)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run.coordinator.refit)
-                await committed.wait()
-                tasks.cancel_scope.cancel()
+        await commit_and_tell_nobody(run, monkeypatch)
         run.committed[1] = run.captured
-        run.rollouts["n0"].receiver.receiver.lose_base("sleep level 2")
+        run.rollouts["n0"].receiver.receiver.lose_base()
         async with run.successor() as second:
             await run.joined()
             assert await second.restore_joiners() == 1
@@ -350,35 +343,15 @@ async def test_a_cancelled_refit_can_be_called_again() -> None:
         assert run.serving() == [1, 1]
 
 
-@pytest.mark.parametrize("when", ["commit", "advance"])
-async def test_a_refit_cancelled_after_its_commit_is_finished_by_the_next_call(when: str) -> None:
+async def test_a_refit_cancelled_after_its_commit_is_finished_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """C13: the commit stands; with the next call owners advance, receivers adopt and gates open."""
-    store = MemoryCommitStore()
-    async with running(store=store) as run:
+    async with running() as run:
         await run.refit()
         nudge(run.live, 1)
         await run.offer()
-        advance = run.owners[0]._adopt
-        async with anyio.create_task_group() as tasks:
-            if when == "commit":
-                loop = asyncio.get_running_loop()
-
-                def committed(expected: CommitRecord | None, new: CommitRecord) -> None:
-                    if new.version == 1:
-                        loop.call_soon_threadsafe(tasks.cancel_scope.cancel)
-
-                store.after_change = committed
-            else:
-
-                async def adopt(record: CommitRecord) -> None:
-                    tasks.cancel_scope.cancel()
-                    await advance(record)
-
-                run.owners[0]._adopt = adopt  # type: ignore[method-assign]
-            tasks.start_soon(run.coordinator.refit)
-        store.after_change = None
-        if when == "advance":
-            run.owners[0]._adopt = advance  # type: ignore[method-assign]
+        await commit_and_tell_nobody(run, monkeypatch)
+        assert [owner.version for owner in run.owners] == [0, 0]
+        assert run.serving() == [None, None]
         assert await run.coordinator.restore_joiners() == 0, "any next call finishes what was committed"
         assert [owner.version for owner in run.owners] == [1, 1]
         assert run.serving() == [1, 1]
@@ -386,6 +359,31 @@ async def test_a_refit_cancelled_after_its_commit_is_finished_by_the_next_call(w
         nudge(run.live, 2)
         assert (await run.refit()).version == 2
         run.check_exact()
+
+
+async def test_an_offer_that_comes_after_a_commit_nobody_was_told_of_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An owner whose link was lost settles by the record that welcomes it back, and offers its next candidate."""
+    async with running() as run:
+        await run.refit()
+        nudge(run.live, 1)
+        await run.offer()
+        await commit_and_tell_nobody(run, monkeypatch)
+        early, late = run.owners
+        await run.coordinator._owners[early.name].cut_off()
+        await until(lambda: early.version == 1)
+        nudge(run.live, 2)
+        await early.capture()
+        await early.offer()
+        await until(lambda: early.name in run.coordinator._owners)
+        await until(lambda: run.coordinator._owners[early.name].offer is not None)
+        assert await run.coordinator.restore_joiners() == 0
+        assert late.version == 1
+        await late.capture()
+        await late.offer()
+        assert (await run.coordinator.refit()).version == 2
+        assert all(rollout.bits() == bits(run.live) for rollout in run.rollouts.values())
 
 
 async def test_an_unreadable_record_is_no_reason_to_start_over() -> None:

@@ -281,7 +281,7 @@ async def test_a_receiver_that_loses_its_base_is_restored_in_the_next_refit() ->
     """E6: the engine slept and dropped its weights, and says so."""
     async with running() as run:
         await run.refit()
-        run.rollouts["n0"].receiver.receiver.lose_base("sleep level 2")
+        run.rollouts["n0"].receiver.receiver.lose_base()
         nudge(run.live, 1)
         report = await run.refit()
         assert (report.version, report.restored, report.attempts) == (1, 1, 1)
@@ -297,7 +297,7 @@ async def test_a_base_lost_after_the_ack_is_not_adopted() -> None:
 
         def sleep(method: str) -> None:
             if method == "adopt":
-                receiver.receiver.lose_base("sleep level 2")
+                receiver.receiver.lose_base()
 
         receiver.before = sleep
         report = await run.refit()

@@ -58,7 +58,7 @@ async def test_two_hundred_refits_with_retries_and_joiners_leave_nothing_behind(
             if step % 20 == 7:
                 run.rollouts["n1"].receiver.before = fail_at("finish")
             if step % 50 == 13:
-                run.rollouts["n0"].receiver.receiver.lose_base("sleep")
+                run.rollouts["n0"].receiver.receiver.lose_base()
             report = await run.refit(mode)
             assert report.version == step + 1
         run.check_exact()

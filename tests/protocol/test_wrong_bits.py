@@ -115,7 +115,7 @@ async def test_a_wrong_element_outside_of_the_changed_set_is_found_by_the_next_d
         assert (await run.refit()).restored == 0
         with pytest.raises(AssertionError, match=r"n0: \['b'\]"):
             run.check_exact()
-        run.rollouts["n0"].receiver.receiver.lose_base("asked for an audit")
+        run.rollouts["n0"].receiver.receiver.lose_base()
         nudge_one(run.live["a"], 1)
         assert (await run.refit()).restored == 1
         run.check_exact()

@@ -75,7 +75,6 @@ class DemoRun:
     given: list[Given] = field(default_factory=list)
     reports: list[RefitReport] = field(default_factory=list)
     dumps: list[EngineDump] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)
 
 
 async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
@@ -166,7 +165,6 @@ async def _world(
 
     def on_step(rank: int, done: StepDone) -> None:
         if rank == 0:
-            run.losses[done.version] = done.loss
             text = f"loss {done.loss:.3f}, " if done.version else ""
             run.progress.update(
                 training,
@@ -178,9 +176,7 @@ async def _world(
         if run.options.in_process:
             assert network is not None
             world = await stack.enter_async_context(
-                LocalWorld.start(
-                    coordinator, secret, run.folder, steps=steps, network=network, transport=None, on_step=on_step
-                )
+                LocalWorld.start(coordinator, secret, run.folder, steps=steps, network=network, on_step=on_step)
             )
         else:
             kill_at = min(2, steps) if run.options.kill else -1

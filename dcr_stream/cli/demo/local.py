@@ -25,7 +25,7 @@ from dcr_stream.errors import DcrError, GateClosed, TransitionFailed
 from dcr_stream.flow import task_group
 from dcr_stream.front import Coordinator, Node, Owner
 from dcr_stream.gate import LocalEngine
-from dcr_stream.interfaces import Network, Transport
+from dcr_stream.interfaces import Network
 from dcr_stream.loaders import TorchLoader
 from dcr_stream.receiver import Receiver
 from dcr_stream.runtime import ThreadWorkers
@@ -88,7 +88,6 @@ class LocalWorld(World):
         *,
         steps: int,
         network: Network,
-        transport: Transport | None,
         on_step: Callable[[int, StepDone], None],
     ) -> AsyncIterator[LocalWorld]:
         """Build everything, and train in a thread until the block ends."""
@@ -110,7 +109,6 @@ class LocalWorld(World):
                         run=RUN,
                         network=network,
                         secret=secret,
-                        transport=transport,
                     )
                 )
             async with task_group() as tasks:
@@ -122,7 +120,7 @@ class LocalWorld(World):
 
                 async def train() -> None:
                     await anyio.to_thread.run_sync(
-                        world._train, coordinator.address, secret, folder, steps, network, transport, tell, stop
+                        world._train, coordinator.address, secret, folder, steps, network, tell, stop
                     )
                     for ended in world.ended.values():
                         if ended.error and not stop.is_set():
@@ -145,7 +143,6 @@ class LocalWorld(World):
         folder: Path,
         steps: int,
         network: Network,
-        transport: Transport | None,
         tell: Callable[[int, StepDone], None],
         stop: threading.Event,
     ) -> None:
@@ -160,7 +157,6 @@ class LocalWorld(World):
                 name=f"trainer{rank}",
                 run=RUN,
                 network=network,
-                transport=transport,
                 secret=secret,
                 monitor=watch[rank],
             )
