@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from dcr_stream.codec import Decoded
@@ -30,8 +32,17 @@ async def test_a_receiver_that_fails_between_payloads_is_overwritten_without_a_r
         assert first is not None
         nudge(run.live, 1)
         marks: list[str] = []
-        broken = run.rollouts["n1"].receiver
-        broken.before = fail_at("apply", nth)
+        broken, other = run.rollouts["n1"].receiver, run.rollouts["n0"].receiver
+        other_wrote = threading.Event()
+        fail = fail_at("apply", nth)
+
+        def before(method: str) -> None:
+            # Were nothing written anywhere, everybody would still be clean and the retry might send differences.
+            assert method != "apply" or other_wrote.wait(10)
+            fail(method)
+
+        other.after = lambda method: other_wrote.set() if method == "apply" else None
+        broken.before = before
         broken.after = lambda method: marks.append(broken.status().mark)
         report = await run.refit(mode)
         assert (report.version, report.attempts, report.kind, report.restored) == (1, 2, "delta", 0)
@@ -42,6 +53,20 @@ async def test_a_receiver_that_fails_between_payloads_is_overwritten_without_a_r
         assert transport.modes(retried) == {"overwrite"}
         run.check_exact()
         assert run.serving() == [1, 1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_failure_before_the_first_write_needs_no_overwrite(mode: Mode) -> None:
+    """Every receiver is still clean at v, so the retry may send differences."""
+    transport = RecordingTransport(MemoryTransport())
+    async with running(transport=transport, nodes=("n0",)) as run:
+        await run.refit(mode)
+        nudge(run.live, 1)
+        run.rollouts["n0"].receiver.before = fail_at("apply", 0)
+        report = await run.refit(mode)
+        assert (report.version, report.attempts) == (1, 2)
+        assert "add" in transport.modes(transport.attempts()[-1])
+        run.check_exact()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
