@@ -155,7 +155,7 @@ def records_for(
         yield from complete_records(mine, base, new, directory, max_bytes=piece_bytes)
         return
     left_out = skip.union(order.whole)
-    for record in candidate.pending.records(base, relative=order.relative, overwrite=order.overwrite):
+    for record in candidate.pending.records(relative=order.relative, overwrite=order.overwrite):
         if record.tensor in left_out:
             continue
         if new is None:

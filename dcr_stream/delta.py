@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 EntryMode = Literal["add", "xor", "overwrite"]
-PositionMode = Literal["gaps", "dense"]
+PositionMode = Literal["gaps", "bitmap", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0."""
+    """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0.
+
+    ``old`` are the tracker's bits, which the scan has at hand: gathering them again would cost as much as reading
+    all of the tracker.
+    """
 
     shard: Shard
     positions: Indices
     differences: Words
+    old: Words
 
     @property
     def name(self) -> str:
@@ -171,7 +176,7 @@ class Change:
     @property
     def nbytes(self) -> int:
         """Host bytes held."""
-        return self.positions.nbytes + self.differences.nbytes
+        return self.positions.nbytes + self.differences.nbytes + self.old.nbytes
 
 
 @dataclass(frozen=True, slots=True)

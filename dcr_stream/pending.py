@@ -1,7 +1,8 @@
 """The pending set: one candidate's changes, kept from capture until commit.
 
-Positions and differences are enough for every retry (new bits = tracker + difference, since trackers stay at v) and
-for advancing the trackers after the commit; neither scans nor converts again (``docs/design/protocol.md``, capture).
+Positions, differences and old bits are enough for every retry and for advancing the trackers after the commit; neither
+scans nor converts again, and only the advance touches a tracker (``docs/design/protocol.md``, capture). Positions are
+kept as gaps, as on the wire: about one byte each.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 import blake3
 import numpy as np
 
-from dcr_stream.canonical import Indices, Region, Words, word_dtype
-from dcr_stream.codec.digest import add_sums, change_sum, state_sums, sub_sums
+from dcr_stream.canonical import Indices, Region, Words
+from dcr_stream.codec.boxes import add_at, located
+from dcr_stream.codec.digest import add_sums, change_sum, state_change
+from dcr_stream.codec.gaps import decode_gaps, encode_gaps
 from dcr_stream.delta import Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
@@ -30,27 +33,28 @@ def baseline_key(record: Record) -> str:
     return record.task if record.task is not None else f"residual:{record.tensor}"
 
 
-def _indices(record: Record) -> Indices:
-    """Where the record's elements live in their baseline array."""
-    if record.task is None:
-        return record.region.flat(record.positions)
-    return record.positions + record.start
+Arrays = tuple[Words, Words, Words, Words]
+"""Gaps (columns G and L of the wire format), differences and old bits."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A record without its old bits, in memory or at ``offset`` of the spill file."""
+    """A record, in memory or at ``offset`` of the spill file."""
 
     name: str
     tensor: int | None
     region: Region
     task: str | None
     start: int
-    count: int
-    index_dtype: str
-    width: int
-    arrays: tuple[Words, Words] | None
+    shift: int
+    sizes: tuple[int, ...]
+    words: np.dtype[np.unsignedinteger]
+    arrays: Arrays | None
     offset: int = -1
+
+    def indices(self, positions: Indices) -> tuple[Indices, int]:
+        """Where elements live in the baseline array: indices, and what is to be added to each."""
+        return located(self.region, positions) if self.task is None else (positions, self.start)
 
 
 class PendingSet:
@@ -85,41 +89,49 @@ class PendingSet:
         """Per tensor: sum over the new bits minus sum over the old bits of its changed elements, two lanes."""
 
     def add(self, record: Record) -> None:
-        """Keep a record. Its old bits are dropped: they are the tracker's."""
+        """Keep a record.
+
+        Raises:
+            RecordsAltered: its positions do not ascend.
+        """
         count = int(record.positions.size)
         if count == 0:
             return
-        positions, differences = record.positions, record.differences
+        differences, old = (np.require(a, requirements=["C", "O"]) for a in (record.differences, record.old))
+        try:
+            shift, high, low = encode_gaps(record.positions)
+        except ValueError as error:
+            raise RecordsAltered(
+                f"a record of {record.name!r} is out of order: {error}; pass records on unchanged"
+            ) from error
         self._elements += count
-        self._total += change_sum(baseline_key(record), _indices(record), differences)
         if record.tensor is not None:
             self.sent_elements += count
-            flat = record.region.flat(positions)
-            change = sub_sums(state_sums(record.tensor, flat, record.new), state_sums(record.tensor, flat, record.old))
+            indices, offset = located(record.region, record.positions)
+            change = state_change(record.tensor, indices, old, differences, offset)
             self.state_change[record.tensor] = add_sums(self.state_change.get(record.tensor, (0, 0)), change)
-        self._hash.update(f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{count}\0".encode())
-        self._hash.update(positions.tobytes())
-        self._hash.update(differences.tobytes())
-        kept = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.int64)
-        if differences.base is not None:
-            differences = differences.copy()  # a view would keep all of its shard's differences alive, uncounted
+        self._hash.update(f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{count}\0{shift}\0".encode())
+        for array in (high, low, differences):
+            self._hash.update(array.data.cast("B"))
+        arrays = (high.copy(), low, differences, old)  # a view would keep memory alive that is not counted
         held = _Held(
             name=record.name,
             tensor=record.tensor,
             region=record.region,
             task=record.task,
             start=record.start,
-            count=count,
-            index_dtype=kept.dtype.str,
-            width=differences.itemsize,
-            arrays=(kept, differences),
+            shift=shift,
+            sizes=tuple(array.nbytes for array in arrays),
+            words=old.dtype,
+            arrays=arrays,
         )
+        indices, offset = held.indices(record.positions)
+        self._total += change_sum(baseline_key(record), indices, differences, offset)
         self._held.append(held)
         self._by_key.setdefault(baseline_key(record), []).append(held)
-        size = kept.nbytes + differences.nbytes
+        size = sum(held.sizes)
         if self.memory_bytes + size > self._limit:
-            views = (np.ascontiguousarray(a).data.cast("B") for a in (kept, differences))
-            held.offset = self._spill.append(views)
+            held.offset = self._spill.append(array.data.cast("B") for array in arrays)
             held.arrays = None
         else:
             self.memory_bytes += size
@@ -156,35 +168,47 @@ class PendingSet:
         """Canonical tensors with at least one changed element."""
         return frozenset(self.state_change)
 
-    def records(self, trackers: Trackers, *, relative: bool, overwrite: Iterable[int] = ()) -> Iterator[Record]:
-        """The records that can be sent, with the old bits read from ``trackers`` (which must still be at v).
+    def records(self, *, relative: bool, overwrite: Iterable[int] = ()) -> Iterator[Record]:
+        """The records that can be sent.
 
         ``relative`` says whether ``add``/``xor`` are allowed; tensors in ``overwrite`` forbid them all the same.
         """
         forbidden = frozenset(overwrite)
         for held in self._held:
             if held.tensor is not None:
-                record = self._load(held, trackers)
-                yield _with_relative(record, relative and held.tensor not in forbidden)
+                positions, differences, old = self._load(held)
+                yield Record(
+                    name=held.name,
+                    tensor=held.tensor,
+                    region=held.region,
+                    positions=positions,
+                    differences=differences,
+                    old=old,
+                    task=held.task,
+                    start=held.start,
+                    relative=relative and held.tensor not in forbidden,
+                )
 
     def add_differences(self, key: str, first: int, words: Words) -> None:
         """Add to ``words`` the pending differences of elements ``[first, first + len(words))`` of baseline ``key``."""
         for held in self._by_key.get(key, ()):
-            positions, differences = self._arrays(held)
-            where = held.region.flat(positions) if held.task is None else positions + held.start
+            positions, differences, _ = self._load(held)
+            indices, offset = held.indices(positions)
+            where = indices + offset
             inside = (where >= first) & (where < first + words.size)
             words[where[inside] - first] += differences[inside]
 
     def advance(self, trackers: Trackers) -> None:
         """Bring ``trackers`` from v to v+1, in place. Called once, after the commit."""
         for held in self._held:
-            positions, differences = self._arrays(held)
+            positions, differences, _ = self._load(held)
             if held.task is None:
                 assert held.tensor is not None
-                target, where = trackers.residual[held.tensor], held.region.flat(positions)
+                target = trackers.residual[held.tensor]
             else:
-                target, where = trackers.tasks[held.task], positions + held.start
-            target[where] += differences
+                target = trackers.tasks[held.task]
+            indices, offset = held.indices(positions)
+            add_at(target, indices, differences, offset)
 
     def discard(self) -> None:
         """Release memory and spill file. Idempotent."""
@@ -193,34 +217,16 @@ class PendingSet:
         self.memory_bytes = 0
         self._spill.close()
 
-    def _load(self, held: _Held, trackers: Trackers) -> Record:
-        positions, differences = self._arrays(held)
-        if held.task is None:
-            assert held.tensor is not None
-            old = trackers.residual[held.tensor][held.region.flat(positions)]
-        else:
-            old = trackers.tasks[held.task][positions + held.start]
-        return Record(held.name, held.tensor, held.region, positions, differences, old, held.task, held.start)
-
-    def _arrays(self, held: _Held) -> tuple[Indices, Words]:
+    def _load(self, held: _Held) -> tuple[Indices, Words, Words]:
+        """Positions, differences and old bits."""
         if held.arrays is not None:
-            return held.arrays[0].astype(np.int64), held.arrays[1]
-        index = np.dtype(held.index_dtype)
-        data = self._spill.read(held.offset, held.count * (index.itemsize + held.width))
-        split = held.count * index.itemsize
-        positions = np.frombuffer(data, index, held.count).astype(np.int64)
-        return positions, np.frombuffer(data, word_dtype(held.width), held.count, split)
-
-
-def _with_relative(record: Record, relative: bool) -> Record:
-    return Record(
-        record.name,
-        record.tensor,
-        record.region,
-        record.positions,
-        record.differences,
-        record.old,
-        record.task,
-        record.start,
-        relative,
-    )
+            high, low, differences, old = held.arrays
+        else:
+            data = memoryview(self._spill.read(held.offset, sum(held.sizes)))
+            parts = []
+            for size in held.sizes:
+                parts.append(data[:size])
+                data = data[size:]
+            high, low = (np.frombuffer(part, np.uint8) for part in parts[:2])
+            differences, old = (np.frombuffer(part, np.uint8).view(held.words) for part in parts[2:])
+        return decode_gaps(high, low, held.shift), differences, old

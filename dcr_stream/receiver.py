@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dcr_stream.canonical import TensorDirectory, TensorSpec
-from dcr_stream.codec import Limits, check_item, check_payload, decode_item, tensor_from_words, unpack_block
+from dcr_stream.codec import Limits, check_payload, decode_item, tensor_from_words, unpack_block
 from dcr_stream.delta import Item
 from dcr_stream.dense import unpack_tensors
 from dcr_stream.errors import (
@@ -280,11 +280,11 @@ class Receiver:
                 if plan.classes[item.tensor] != "mapped":
                     sums.append({})
                     continue
-                check_item(item, columns, directory)
                 decoded = decode_item(item, columns)
                 if fresh:
-                    apply_item(plan, storage, item, decoded)
-                sums.append(read_back(plan, storage, item, decoded.positions))
+                    sums.append(apply_item(plan, storage, item, decoded))
+                else:
+                    sums.append(read_back(plan, storage, item, decoded.positions))
             self._applied.add((header.owner, header.sequence))
         return Applied(tuple(sums))
 

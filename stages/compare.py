@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.digest import change_sum
+from dcr_stream.codec.scan import Found
 from dcr_stream.delta import Change, Shard
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, expand
@@ -16,8 +15,8 @@ from dcr_stream.stages.chunk import Group
 
 __all__ = ["BLOCK", "changed_elements", "compare"]
 
-BLOCK = 256 << 10
-"""Elements compared at a time: live bits, tracker and mask of a block stay in a core's cache."""
+BLOCK = 1 << 20
+"""Elements asked of a source at a time: what a source must gather or copy costs no more memory than this."""
 
 
 def compare(*, workers: int = 1) -> Stage[Group, Change]:
@@ -41,16 +40,15 @@ def compare(*, workers: int = 1) -> Stage[Group, Change]:
 
 def changed_elements(
     read: Callable[[int, int], Words], old: Words, lo: int, hi: int, what: str
-) -> tuple[Indices, Words]:
-    """Ascending int64 indices in ``[lo, hi)`` where ``read(lo, hi)`` differs from ``old``, and new - old modulo 2^w.
+) -> tuple[Indices, Words, Words]:
+    """Where ``read(lo, hi)`` differs from ``old``: ascending int64 indices, new - old modulo 2^w, and old bits.
 
-    Temporary memory is that of one block, besides the result and what ``read`` itself makes for a block.
+    Memory is that of the result, up to twice as much while it grows, and what ``read`` itself makes for a block.
 
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    positions: list[Indices] = []
-    differences: list[Words] = []
+    found = Found(old.dtype, lo, hi)
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]
@@ -59,13 +57,8 @@ def changed_elements(
                 f"{what}: elements [{start}, {stop}) were read as {live.dtype} of shape {live.shape} instead of "
                 f"{known.dtype} of shape {known.shape}; its dtype and shape must not change within a run"
             )
-        changed = np.flatnonzero(live != known)
-        if changed.size:
-            differences.append(live[changed] - known[changed])
-            positions.append(changed + start)
-    if not positions:
-        return np.empty(0, np.int64), np.empty(0, old.dtype)
-    return np.concatenate(positions), np.concatenate(differences)
+        found.add(live, known, start)
+    return found.take()
 
 
 def _changes(group: Group) -> Iterator[Change]:
@@ -77,9 +70,9 @@ def _changes(group: Group) -> Iterator[Change]:
 
 def _compare(shard: Shard) -> Change:
     task = shard.task
-    positions, differences = changed_elements(
+    positions, differences, old = changed_elements(
         task.read, shard.trackers[task.key], shard.lo, shard.hi, f"task {task.key!r}"
     )
     shard.tally.scan(shard.hi - shard.lo)
     shard.tally.add(positions.size, change_sum(task.key, positions, differences))
-    return Change(shard, positions, differences)
+    return Change(shard, positions, differences, old)

@@ -67,7 +67,7 @@ def _changed(conversion: Conversion, trackers: Trackers, tally: Tally) -> Iterat
                 f"{what} was computed with shape {new.shape} instead of {old.shape}; return flat words, "
                 "and keep the model's structure within a run"
             )
-        positions, differences = changed_elements(partial(_range, new), old, 0, old.size, what)
+        positions, differences, before = changed_elements(partial(_range, new), old, 0, old.size, what)
         tally.add(positions.size, change_sum(f"residual:{tensor}", positions, differences))
         if positions.size:
             yield Record(
@@ -76,7 +76,7 @@ def _changed(conversion: Conversion, trackers: Trackers, tally: Tally) -> Iterat
                 region=Region.whole(old.size),
                 positions=positions,
                 differences=differences,
-                old=old[positions],
+                old=before,
                 task=None,
             )
 

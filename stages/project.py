@@ -41,7 +41,7 @@ def source_change(change: Change, positions: Indices, which: slice | Indices) ->
         region=Region.whole(task.numel),
         positions=positions,
         differences=change.differences[which],
-        old=change.shard.trackers[task.key][positions],
+        old=change.old[which],
         task=task.key,
     )
 
@@ -57,7 +57,6 @@ def _records(change: Change) -> Iterator[Record | Change]:
             "its conversions run when it changes"
         )
     positions = change.positions
-    old = change.shard.trackers[task.key][positions]
     segments = _overlapping(task.segments, change.shard.lo, change.shard.hi)
     starts = np.array([segment.start for segment in segments], np.int64)
     counts = np.array([segment.count for segment in segments], np.int64)
@@ -71,7 +70,7 @@ def _records(change: Change) -> Iterator[Record | Change]:
             region=segment.region,
             positions=positions[part] - segment.start,
             differences=change.differences[part],
-            old=old[part],
+            old=change.old[part],
             task=task.key,
             start=segment.start,
         )

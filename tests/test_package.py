@@ -62,7 +62,7 @@ def _package_files(root: Path) -> dict[str, bytes]:
     found = {}
     for here, _, files in os.walk(root / "dcr_stream", followlinks=True):
         for path in (Path(here, name) for name in files):
-            if path.suffix != ".pyc":
+            if "__pycache__" not in path.parts:
                 found[path.relative_to(root).as_posix()] = path.read_bytes()
     return found
 

@@ -1,9 +1,12 @@
 """Bits, digests, entries and the wire format (version 1): plain functions on words and bytes."""
 
 from dcr_stream.codec.bits import dtype_name, tensor_from_words, torch_dtype, words
-from dcr_stream.codec.digest import add_sums, change_sum, mix, state_sum, state_sums, sub_sums
-from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, combine, decode_item, encode_record, slice_columns
+from dcr_stream.codec.boxes import combine, flat_indices
+from dcr_stream.codec.digest import add_sums, change_sum, mix, state_change, state_sum, state_sums, sub_sums
+from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, decode_item, encode_record, slice_columns
+from dcr_stream.codec.kernels import implementation
 from dcr_stream.codec.seals import manifest_digest, seal_manifest, verify_manifest
+from dcr_stream.codec.warm import warm_up
 from dcr_stream.codec.wire import (
     Limits,
     OpenedPayload,
@@ -30,7 +33,9 @@ __all__ = [
     "decode_item",
     "dtype_name",
     "encode_record",
+    "flat_indices",
     "frame_bucket",
+    "implementation",
     "manifest_digest",
     "mix",
     "open_payload",
@@ -38,6 +43,7 @@ __all__ = [
     "seal_manifest",
     "seal_payload",
     "slice_columns",
+    "state_change",
     "state_sum",
     "state_sums",
     "sub_sums",
@@ -45,5 +51,6 @@ __all__ = [
     "torch_dtype",
     "unpack_block",
     "verify_manifest",
+    "warm_up",
     "words",
 ]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Words
+from dcr_stream.codec.kernels import kernel
 
 __all__ = ["CODE_BITS", "choose_code_bits", "code_fault", "decode_codes", "encode_codes"]
 
@@ -31,6 +32,7 @@ def choose_code_bits(differences: Words) -> int:
     return 2 if 5 * ones >= 3 * differences.size else 4
 
 
+@kernel("codes")
 def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
     """Code uint16 ``differences``, none of them 0, as (code width, C, E1, E2)."""
     width = choose_code_bits(differences)
@@ -56,10 +58,9 @@ def code_fault(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count: i
     if codes.size and count * width % 8 and int(codes[-1]) >> count * width % 8:
         return "column C ends with bits that belong to no code"
     top = (1 << width) - 1
-    saturated = int(np.count_nonzero(_unpack(codes, width, count) == top))
+    saturated, escapes = count_codes(codes, excess, width, count)
     if excess.size != saturated:
         return f"column E1 has {excess.size} bytes for {saturated} saturated codes"
-    escapes = int(np.count_nonzero(excess == 255))
     if escaped.size != 2 * escapes:
         return f"column E2 has {escaped.size} bytes for {escapes} escapes"
     z = escaped.view("<u2")
@@ -68,6 +69,7 @@ def code_fault(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count: i
     return None
 
 
+@kernel("codes")
 def decode_codes(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count: int) -> Words:
     """The uint16 differences held by columns that ``code_fault`` found nothing wrong with."""
     top = (1 << width) - 1
@@ -78,6 +80,13 @@ def decode_codes(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count:
     z += np.uint16(1)
     differences: Words = z >> np.uint16(1) ^ -(z & np.uint16(1))
     return differences
+
+
+@kernel("codes")
+def count_codes(codes: Bytes, excess: Bytes, width: int, count: int) -> tuple[int, int]:
+    """How many of ``count`` codes are saturated, and how many bytes of E1 are escapes; unused bits of C are 0."""
+    saturated = int(np.count_nonzero(_unpack(codes, width, count) == (1 << width) - 1))
+    return saturated, int(np.count_nonzero(excess == 255))
 
 
 def _pack(codes: Bytes, width: int) -> Bytes:

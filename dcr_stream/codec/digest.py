@@ -34,9 +34,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Words
+from dcr_stream.codec.kernels import kernel
 from dcr_stream.messages import Sum
 
-__all__ = ["BLOCK", "add_sums", "change_sum", "mix", "state_sum", "state_sums", "sub_sums"]
+__all__ = [
+    "BLOCK",
+    "add_sums",
+    "change_sum",
+    "lane",
+    "lanes",
+    "mix",
+    "state_change",
+    "state_sum",
+    "state_sums",
+    "sub_sums",
+    "tensor_key",
+]
 
 BLOCK = 1 << 16
 """Elements mixed at a time: temporary memory stays below 2 MiB however large the arrays are."""
@@ -55,7 +68,8 @@ def _finalise(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _tensor_key(tensor: int) -> int:
+def tensor_key(tensor: int) -> int:
+    """``key(tensor)`` as defined above."""
     return int(_finalise(np.array([(tensor + 1) * _GOLDEN & _MASK], np.uint64))[0])
 
 
@@ -69,11 +83,31 @@ def _lane(lane: int, key: int, flat: Indices, bits: Words) -> NDArray[np.uint64]
     return _finalise(x)
 
 
-def _sum(lane: int, key: int, flat: Indices, bits: Words) -> int:
+def _sum(which: int, key: int, flat: Indices, bits: Words, offset: int) -> int:
     total = 0
     for lo in range(0, flat.size, BLOCK):
-        total += int(_lane(lane, key, flat[lo : lo + BLOCK], bits[lo : lo + BLOCK]).sum(dtype=np.uint64))
+        mixed = _lane(which, key, flat[lo : lo + BLOCK] + offset, bits[lo : lo + BLOCK])
+        total += int(mixed.sum(dtype=np.uint64))
     return total & _MASK
+
+
+@kernel("sums")
+def lane(key: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+    """Sum of the first lane over the elements ``flat + offset``."""
+    return _sum(0, key, flat, bits, offset)
+
+
+@kernel("sums")
+def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
+    """Sums of both lanes over the elements ``flat + offset``."""
+    return _sum(0, key, flat, bits, offset), _sum(1, key, flat, bits, offset)
+
+
+@kernel("sums")
+def change(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
+    """Sums of both lanes over ``old + differences``, minus those over ``old``, at the elements ``flat + offset``."""
+    new = np.add(old, differences, dtype=old.dtype)
+    return sub_sums(lanes.reference(key, flat, new, offset), lanes.reference(key, flat, old, offset))
 
 
 def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
@@ -84,28 +118,35 @@ def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
         flat: row-major flat indices, int64, not negative.
         bits: the elements' words, same length.
     """
-    return _lane(0, _tensor_key(tensor), flat, bits)
+    return _lane(0, tensor_key(tensor), flat, bits)
 
 
-def state_sum(tensor: int, flat: Indices, bits: Words) -> int:
-    """Sum of ``mix`` modulo 2^64; 0 for no elements. Temporary memory is bounded by ``BLOCK``."""
-    return _sum(0, _tensor_key(tensor), flat, bits)
+def state_sum(tensor: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+    """Sum of ``mix`` over the elements ``flat + offset`` modulo 2^64; 0 for none.
+
+    Temporary memory is bounded by ``BLOCK``.
+    """
+    return lane(tensor_key(tensor), flat, bits, offset)
 
 
 def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     """Two independent sums modulo 2^64; the first equals ``state_sum``. Temporary memory is bounded by ``BLOCK``."""
-    key = _tensor_key(tensor)
-    return _sum(0, key, flat, bits), _sum(1, key, flat, bits)
+    return lanes(tensor_key(tensor), flat, bits)
 
 
-def change_sum(task_key: str, flat: Indices, differences: Words) -> int:
+def state_change(tensor: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
+    """What ``state_sums`` gains when elements ``flat + offset`` change from ``old`` by ``differences`` (modulo 2^w)."""
+    return change(tensor_key(tensor), flat, old, differences, offset)
+
+
+def change_sum(task_key: str, flat: Indices, differences: Words, offset: int = 0) -> int:
     """Sum modulo 2^64 over a task's changed elements: what the tally compares between capture and pending set.
 
-    ``flat`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the BLAKE3
-    digest of ``task_key`` in UTF-8 as the key.
+    ``flat + offset`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the
+    BLAKE3 digest of ``task_key`` in UTF-8 as the key.
     """
     key = int.from_bytes(blake3.blake3(task_key.encode()).digest(length=8), "little")
-    return _sum(0, key, flat, differences)
+    return lane(key, flat, differences, offset)
 
 
 def _lanewise(operation: Callable[[int, int], int], a: Sum, b: Sum) -> Sum:

@@ -4,7 +4,7 @@ An item says which elements of a region of one canonical tensor are coded, and h
 (``COLUMNS``, in this order) is:
 
 =========  ==========================================================================================
-G, L       positions (``gaps``); both empty when ``positions == "dense"``: every position of the region
+G, L, B    which positions of the region (``positions``)
 C, E1, E2  values of ``add`` items with 2-byte elements (``codes``); empty otherwise
 O0 … O7    all other values: byte plane j holds byte j (least significant first) of every value's word, for
            j below the element width; empty planes otherwise
@@ -28,17 +28,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Region, TensorDirectory, Words, word_dtype
+from dcr_stream.codec.boxes import located
 from dcr_stream.codec.codes import code_fault, decode_codes, encode_codes
 from dcr_stream.codec.digest import state_sum
-from dcr_stream.codec.gaps import decode_gaps, encode_gaps, gap_fault
+from dcr_stream.codec.positions import CodedPositions, decode_positions, encode_positions, position_fault
 from dcr_stream.delta import Entry, EntryMode, Item, PositionMode, Record
 from dcr_stream.errors import MalformedPayload, UsageError
 
-__all__ = ["COLUMNS", "Decoded", "check_item", "combine", "decode_item", "encode_record", "slice_columns"]
+__all__ = ["COLUMNS", "Decoded", "check_item", "decode_item", "encode_record", "slice_columns"]
 
-COLUMNS: tuple[str, ...] = ("G", "L", "C", "E1", "E2", *(f"O{j}" for j in range(8)))
+COLUMNS: tuple[str, ...] = ("G", "L", "B", "C", "E1", "E2", *(f"O{j}" for j in range(8)))
 """Names of the columns, in the order of ``Item.sizes`` and of a payload's streams."""
 
+_CODES = COLUMNS.index("C")
 _PLANES = COLUMNS.index("O0")
 _MODES: tuple[str, ...] = get_args(EntryMode)
 _POSITIONS: tuple[str, ...] = get_args(PositionMode)
@@ -78,37 +80,32 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
             )
     region, count, width = record.region, record.positions.size, record.old.itemsize
     try:
-        shift, high, low = encode_gaps(record.positions)
+        positions = encode_positions(record.positions, region.count)
     except ValueError as error:
         raise UsageError(
-            f"a record of tensor {record.name!r} is out of order: {error}; pass records on as made"
+            f"a record of tensor {record.name!r} is out of order: {error}; positions ascend within the record's "
+            "region, pass records on as made"
         ) from error
-    if count and int(record.positions[-1]) >= region.count:
-        raise UsageError(
-            f"a record of tensor {record.name!r} reaches position {int(record.positions[-1])} of a region of "
-            f"{region.count}; positions count within the record's region"
-        )
-    positions: PositionMode = "gaps"
-    if count == region.count:
-        positions, shift, high, low = "dense", 0, _NONE, _NONE
     code_bits, codes, excess, escaped = 0, _NONE, _NONE, _NONE
     planes: list[Bytes] = []
     if mode == "add" and width == 2:
         code_bits, codes, excess, escaped = encode_codes(record.differences)
     else:
         planes = _split_planes(_values(record, mode))
-    parts = [high, low, codes, excess, escaped, *planes, *[_NONE] * (8 - len(planes))]
+    rest = [_NONE] * (8 - len(planes))
+    parts = [positions.high, positions.low, positions.bitmap, codes, excess, escaped, *planes, *rest]
     columns = tuple(part.tobytes() for part in parts)
+    indices, offset = located(region, record.positions)
     item = Item(
         tensor=record.tensor,
         region=region,
         count=count,
         mode=mode,
-        positions=positions,
+        positions=positions.mode,
         width=width,
-        shift=shift,
+        shift=positions.shift,
         code_bits=code_bits,
-        digest=state_sum(record.tensor, region.flat(record.positions), record.new),
+        digest=state_sum(record.tensor, indices, record.new, offset),
         sizes=tuple(map(len, columns)),
     )
     return Entry(item, columns)
@@ -145,30 +142,11 @@ def decode_item(item: Item, columns: Sequence[Column]) -> Decoded:
     if fault is not None:
         raise _malformed(item, fault)
     arrays = _arrays(columns)
-    high, low, codes, excess, escaped = arrays[:_PLANES]
-    if item.positions == "dense":
-        positions: Indices = np.arange(item.count, dtype=np.int64)
-    else:
-        positions = decode_gaps(high, low, item.shift)
+    positions = decode_positions(_coded_positions(item, arrays), item.count)
+    codes, excess, escaped = arrays[_CODES:_PLANES]
     if item.code_bits:
         return Decoded(positions, decode_codes(codes, excess, escaped, item.code_bits, item.count))
     return Decoded(positions, _join_planes(arrays[_PLANES : _PLANES + item.width], item.count))
-
-
-def combine(mode: EntryMode, old: Words, values: Words) -> Words:
-    """The new bits: ``old`` changed by an item's decoded ``values``. A new array, or ``values`` for ``overwrite``.
-
-    Raises:
-        UsageError: ``old`` and ``values`` differ in width or length.
-    """
-    if old.dtype != values.dtype or old.shape != values.shape:
-        raise UsageError(
-            f"{values.size} values of type {values.dtype} cannot change {old.size} words of type {old.dtype}; "
-            "gather exactly the item's elements"
-        )
-    if mode == "add":
-        return np.add(old, values)
-    return np.bitwise_xor(old, values) if mode == "xor" else values
 
 
 def slice_columns(items: Sequence[Item], columns: Sequence[Column]) -> Iterator[tuple[Item, tuple[memoryview, ...]]]:
@@ -225,14 +203,11 @@ def _item_fault(item: Item, columns: Sequence[Column]) -> str | None:
         return f"{region} is not a box of distinct elements"
     if not 0 <= item.count <= region.count:
         return f"{item.count} elements in a region of {region.count}"
-    high, low, codes, excess, escaped, *planes = _arrays(columns)
-    if item.positions == "dense":
-        if item.count != region.count or item.shift or high.size or low.size:
-            return "dense positions with gaps or missing elements"
-    else:
-        fault = gap_fault(high, low, item.shift, item.count, region.count)
-        if fault is not None:
-            return fault
+    arrays = _arrays(columns)
+    fault = position_fault(_coded_positions(item, arrays), item.count, region.count)
+    if fault is not None:
+        return fault
+    codes, excess, escaped, *planes = arrays[_CODES:]
     if item.mode == "add" and item.width == 2:
         if any(plane.size for plane in planes):
             return "byte planes beside codes"
@@ -260,6 +235,11 @@ def _distinct(region: Region) -> bool:
 
 def _arrays(columns: Sequence[Column]) -> list[Bytes]:
     return [np.frombuffer(column, np.uint8) for column in columns]
+
+
+def _coded_positions(item: Item, arrays: Sequence[Bytes]) -> CodedPositions:
+    high, low, bitmap = arrays[:_CODES]
+    return CodedPositions(item.positions, item.shift, high, low, bitmap)
 
 
 def _values(record: Record, mode: EntryMode) -> Words:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices
+from dcr_stream.codec.kernels import kernel
 
 __all__ = ["MAX_SHIFT", "choose_shift", "decode_gaps", "encode_gaps", "gap_fault"]
 
@@ -46,15 +47,8 @@ def encode_gaps(positions: Indices) -> tuple[int, Bytes, Bytes]:
     """
     if positions.size == 0:
         return 0, np.empty(0, np.uint8), np.empty(0, np.uint8)
-    gaps = np.diff(positions, prepend=-1) - 1
-    if int(gaps.min()) < 0:
-        raise ValueError("positions must ascend without repeats")
     shift = choose_shift(positions.size, int(positions[-1]))
-    full, rest = np.divmod(gaps >> shift, 255)
-    ends = np.cumsum(full + 1) - 1
-    high = np.full(int(ends[-1]) + 1, 255, np.uint8)
-    high[ends] = rest
-    return shift, high, _pack_low(gaps, shift)
+    return shift, *join_gaps(positions, shift)
 
 
 def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) -> str | None:
@@ -65,21 +59,21 @@ def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) ->
     """
     if not 0 <= shift <= MAX_SHIFT:
         return f"gap shift {shift} is not in 0..{MAX_SHIFT}"
-    if int(np.count_nonzero(high != 255)) != count or (high.size and high[-1] == 255):
+    ends, total_high = sum_high(high)
+    if ends != count or (high.size and high[-1] == 255):
         return f"column G does not hold {count} gaps"
     if low.size != (count * shift + 7) // 8:
         return f"column L has {low.size} bytes, {count} gaps with shift {shift} need {(count * shift + 7) // 8}"
     if low.size and count * shift % 8 and int(low[-1]) >> count * shift % 8:
         return "column L ends with bits that belong to no gap"
-    # count <= high.size and low < 2^32, so neither sum can overflow; their combination is a Python integer.
-    total = int(high.sum(dtype=np.int64)) << shift
-    for lo in range(0, count if shift else 0, _BLOCK):
-        total += int(_unpack_low(low, shift, lo, min(lo + _BLOCK, count)).sum())
+    # Neither sum can overflow: count <= high.size, and low parts are below 2^32. Together they are a Python integer.
+    total = (total_high << shift) + (sum_low(low, shift, count) if shift else 0)
     if total + count > elements:
         return f"gaps lead to position {total + count - 1} of {elements}"
     return None
 
 
+@kernel("gaps")
 def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
     """The positions held by columns that ``gap_fault`` found nothing wrong with."""
     ends = np.flatnonzero(high != 255)
@@ -90,6 +84,35 @@ def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
             gaps[lo : lo + _BLOCK] += _unpack_low(low, shift, lo, min(lo + _BLOCK, gaps.size))
     positions: Indices = np.cumsum(gaps + 1) - 1
     return positions
+
+
+@kernel("gaps")
+def join_gaps(positions: Indices, shift: int) -> tuple[Bytes, Bytes]:
+    """Columns G and L of at least one position.
+
+    Raises:
+        ValueError: positions are negative, repeat or do not ascend.
+    """
+    gaps = np.diff(positions, prepend=-1) - 1
+    if int(gaps.min()) < 0:
+        raise ValueError("positions must ascend without repeats")
+    full, rest = np.divmod(gaps >> shift, 255)
+    ends = np.cumsum(full + 1) - 1
+    high = np.full(int(ends[-1]) + 1, 255, np.uint8)
+    high[ends] = rest
+    return high, _pack_low(gaps, shift)
+
+
+@kernel("gaps")
+def sum_high(high: Bytes) -> tuple[int, int]:
+    """How many gaps column G ends, and the sum of its bytes."""
+    return int(np.count_nonzero(high != 255)), int(high.sum(dtype=np.int64))
+
+
+@kernel("gaps")
+def sum_low(low: Bytes, shift: int, count: int) -> int:
+    """Sum of the low parts of ``count`` gaps, all of which column L holds; ``shift`` is not 0."""
+    return sum(int(_unpack_low(low, shift, lo, min(lo + _BLOCK, count)).sum()) for lo in range(0, count, _BLOCK))
 
 
 def _pack_low(gaps: Indices, shift: int) -> Bytes:

@@ -59,6 +59,7 @@ __all__ = [
 MAX_WINDOW = 8 << 20
 """Largest zstd window, in bytes: what levels 1 to 19 use at most."""
 _MAX_LEVEL = 19
+_SMALL_TABLE = 6
 
 _PAYLOAD_MAGIC = b"DCRP"
 _BLOCK_MAGIC = b"DCRB"
@@ -137,7 +138,11 @@ class _Compressors(threading.local):
 
     def __getitem__(self, level: int) -> zstandard.ZstdCompressor:
         if level not in self.by_level:
-            self.by_level[level] = zstandard.ZstdCompressor(level=level)
+            # Columns of changes hold no long repeats: at level 1 a large table only finds matches that cost more than
+            # the literals they replace.
+            table = {"hash_log": _SMALL_TABLE} if level == 1 else {}
+            parameters = zstandard.ZstdCompressionParameters.from_level(level, **table)
+            self.by_level[level] = zstandard.ZstdCompressor(compression_params=parameters)
         return self.by_level[level]
 
 

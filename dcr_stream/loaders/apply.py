@@ -1,7 +1,4 @@
-"""Apply items to storage through the placement plan, and read back what storage then holds.
-
-Plain numpy: what faster kernels must match.
-"""
+"""Apply items to storage through the placement plan, and read back what storage then holds."""
 
 from __future__ import annotations
 
@@ -9,38 +6,36 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from dcr_stream.canonical import Indices, Region
-from dcr_stream.codec.digest import add_sums, state_sum, state_sums
-from dcr_stream.codec.entries import Decoded, combine
+from dcr_stream.canonical import Indices, Region, Words
+from dcr_stream.codec.boxes import flat_indices, sum_box, write_box
+from dcr_stream.codec.digest import add_sums, state_sums, tensor_key
+from dcr_stream.codec.entries import Decoded
 from dcr_stream.delta import Item
 from dcr_stream.errors import UntracedPath
 from dcr_stream.messages import Sum
-from dcr_stream.trace.boxes import find
 from dcr_stream.trace.plan import Box, PlacementPlan
 from dcr_stream.trace.storage import StorageMap
 
 __all__ = ["apply_item", "full_sums", "read_back"]
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 
 
-def apply_item(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> None:
-    """Write an item's elements to every place that this rank has for them.
+def apply_item(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> dict[int, list[int]]:
+    """Write an item's elements to every place that this rank has for them, and read back what storage then holds.
 
-    Each storage element under the item is read and written exactly once, whatever the region and the boxes look
-    like; elements that other ranks hold are passed over. The item must have been checked against the directory.
+    Each storage element under the item is written exactly once, whatever the region and the boxes look like; elements
+    that other ranks hold are passed over. Elements are written and read back in blocks: a block is walked again while
+    it is still cached, loading storage anew. The item must have been checked against the directory.
+
+    Returns:
+        As :func:`read_back`.
 
     Raises:
         UntracedPath: the tensor goes whole through the loader, or is refused, on this rank.
     """
-    _require_placed(plan, item.tensor)
-    flat, order = _ascending(item.region, decoded.positions)
-    values = decoded.values if order is None else decoded.values[order]
-    for box in plan.by_tensor.get(item.tensor, ()):
-        words = storage.words(box.storage, item.width)
-        for chosen, at in find(box.region, box.place, flat):
-            words[at] = combine(item.mode, words[at], values[chosen])
+    return _walk(plan, storage, item, decoded.positions, decoded.values)
 
 
 def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: Indices) -> dict[int, list[int]]:
@@ -52,15 +47,31 @@ def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: I
     Raises:
         UntracedPath: see :func:`apply_item`.
     """
+    return _walk(plan, storage, item, positions, None)
+
+
+def _walk(
+    plan: PlacementPlan, storage: StorageMap, item: Item, positions: Indices, values: Words | None
+) -> dict[int, list[int]]:
     _require_placed(plan, item.tensor)
-    flat, _ = _ascending(item.region, positions)
+    boxes = [(box, storage.words(box.storage, item.width)) for box in plan.by_tensor.get(item.tensor, ())]
+    key = tensor_key(item.tensor)
     sums: dict[int, list[int]] = {}
-    for box in plan.by_tensor.get(item.tensor, ()):
-        words = storage.words(box.storage, item.width)
+    for box, _ in boxes:
         copies = sums.setdefault(box.cell, [])
         copies += [0] * (box.copy + box.copies - len(copies))
-        for copy, (chosen, at) in enumerate(find(box.region, box.place, flat), box.copy):
-            copies[copy] = (copies[copy] + state_sum(item.tensor, flat[chosen], words[at])) & _MASK
+    for lo in range(0, positions.size, _BLOCK):
+        flat, order = _ascending(item.region, positions[lo : lo + _BLOCK])
+        new = values[lo : lo + _BLOCK] if values is not None else None
+        if new is not None and order is not None:
+            new = new[order]
+        for box, words in boxes:
+            if new is None:
+                found = sum_box(words, box.region, box.place, key, flat)
+            else:
+                found = write_box(words, box.region, box.place, item.mode, key, flat, new)
+            for copy, each in enumerate(found, box.copy):
+                sums[box.cell][copy] = (sums[box.cell][copy] + each) & _MASK
     return sums
 
 
@@ -90,12 +101,22 @@ def _require_placed(plan: PlacementPlan, tensor: int) -> None:
 
 
 def _ascending(region: Region, positions: Indices) -> tuple[Indices, Indices | None]:
-    """Flat indices of positions in ascending order, and the order that makes them so (None: they already are)."""
-    flat = region.flat(positions)
-    if (flat[1:] > flat[:-1]).all():
+    """Flat indices of ascending positions, ascending, and the order that makes them so (None: they already are)."""
+    flat = flat_indices(region, positions)
+    if _row_major(region):
         return flat, None
     order = np.argsort(flat)
     return flat[order], order
+
+
+def _row_major(region: Region) -> bool:
+    """Whether flat indices ascend with positions: each dimension steps over all that is inside of it."""
+    reach = 0
+    for size, stride in zip(reversed(region.sizes), reversed(region.strides), strict=True):
+        if size > 1 and stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def _single_copies(box: Box) -> Iterator[tuple[int, Region, Region]]:

@@ -1,4 +1,4 @@
-"""Boxes: compress an element map into pairs of strided regions, and look elements up in them."""
+"""Boxes: compress an element map into pairs of strided regions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dcr_stream.canonical import MAX_DIMS, Indices, Region
 
-__all__ = ["BoxPair", "compress", "find", "strided"]
+__all__ = ["BoxPair", "compress", "strided"]
 
 BoxPair = tuple[Region, Region]
 """A canonical region and the place that holds it, with the same sizes."""
@@ -160,44 +160,3 @@ def _nested(region: Region, place: Region) -> Iterator[BoxPair]:
             Region(region.offset + i * region.strides[0], region.sizes[1:], region.strides[1:]),
             Region(place.offset + i * place.strides[0], place.sizes[1:], place.strides[1:]),
         )
-
-
-def find(region: Region, place: Region, flat: Indices) -> Iterator[tuple[slice | Indices, Indices]]:
-    """Where ascending canonical indices live in a box.
-
-    Yields, once per copy that the box holds, which entries of ``flat`` are in the box (an index into it) and the
-    storage element of each.
-    """
-    lo, hi = (int(i) for i in np.searchsorted(flat, [region.offset, region.last + 1]))
-    if lo == hi:
-        return
-    dims = list(zip(region.sizes, region.strides, place.strides, strict=True))
-    rest = flat[lo:hi] - region.offset
-    inside: NDArray[np.bool_] | None = None
-    at = np.full(rest.size, place.offset, np.int64)
-    moving = sorted((d for d in dims if d[1] > 0), key=lambda d: -d[1])
-    for i, (size, stride, step) in enumerate(moving):
-        if stride == 1:
-            coordinate, rest = rest, np.zeros_like(rest)
-        else:
-            coordinate = rest // stride
-            rest = rest - coordinate * stride
-        if i:
-            ok = coordinate < size
-            inside = ok if inside is None else inside & ok
-        at += coordinate * step
-    if not moving or moving[-1][1] != 1:
-        ok = rest == 0
-        inside = ok if inside is None else inside & ok
-    chosen: slice | Indices = slice(lo, hi)
-    if inside is not None and not inside.all():
-        hit = np.flatnonzero(inside)
-        if hit.size == 0:
-            return
-        chosen, at = hit + lo, at[hit]
-    shifts = np.zeros(1, np.int64)
-    for size, stride, step in dims:
-        if stride == 0:
-            shifts = (shifts[:, None] + np.arange(size, dtype=np.int64) * step).reshape(-1)
-    for shift in shifts.tolist():
-        yield chosen, at + shift

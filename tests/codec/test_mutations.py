@@ -194,7 +194,7 @@ def altered_item(rng: np.random.Generator, item: Item) -> Item:
     if field == "mode":
         value = str(rng.choice(["add", "xor", "overwrite"]))
     elif field == "positions":
-        value = "dense" if value == "gaps" else "gaps"
+        value = str(rng.choice([mode for mode in ("gaps", "bitmap", "dense") if mode != value]))
     elif field == "sizes":
         value = numbers(value)
     elif field == "region":

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from dcr_stream.canonical import Region, TensorDirectory
+from dcr_stream.canonical import Region, TensorDirectory, Words
 from dcr_stream.codec import Decoded, add_sums, state_sums, words
+from dcr_stream.codec.boxes import combine
+from dcr_stream.codec.kernels import using
 from dcr_stream.delta import EntryMode, Item
 from dcr_stream.loaders import TorchLoader, apply_item, full_sums, read_back
 from dcr_stream.messages import Sum
@@ -254,3 +256,25 @@ def test_an_item_without_elements_changes_nothing_and_sums_to_zero(ranks: Ranks)
 
 def replace_item(item: Item, region: Region) -> Item:
     return Item(item.tensor, region, 0, item.mode, item.positions, item.width, 0, 0, 0, ())
+
+
+def test_corruption_between_write_and_read_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is summed is what storage holds afterwards, not what was meant to be written."""
+    ranks = Ranks()
+    item, decoded = ranks.items(random_delta(ranks.old, 3), "add")[0]
+    plan, storage = ranks.placement.plans[0], ranks.storage[0]
+    box = plan.by_tensor[item.tensor][0]
+    before = read_back(plan, storage, item, decoded.positions)
+    after = apply_item(plan, storage, item, decoded)
+    assert after != before
+    assert after == read_back(plan, storage, item, decoded.positions)
+    assert apply_item(plan, storage, item, Decoded(decoded.positions, -decoded.values)) == before
+
+    def corrupting(mode: EntryMode, old: Words, values: Words) -> Words:
+        new = combine(mode, old, values)
+        new[0] ^= 1
+        return new
+
+    with using("numpy"):
+        monkeypatch.setattr("dcr_stream.codec.boxes.combine", corrupting)
+        assert apply_item(plan, storage, item, decoded)[box.cell] != after[box.cell]

@@ -138,8 +138,8 @@ async def test_a_pending_set_larger_than_its_memory_spills_and_stays_within_it(t
                 pending = owner._candidate.pending
                 assert pending.memory_bytes <= 600
                 held = [h.arrays for h in pending._held if h.arrays is not None]
-                assert sum(p.nbytes + d.nbytes for p, d in held) == pending.memory_bytes
-                assert all(d.base is None for _, d in held)
+                assert sum(array.nbytes for arrays in held for array in arrays) == pending.memory_bytes
+                assert all(array.base is None for arrays in held for array in arrays)
             assert sum(o._candidate.pending.spilled_bytes for o in run.owners if o._candidate is not None) > 0
             assert os.listdir(tmp_path) == []  # unlinked as soon as it is open
             await run.commit()

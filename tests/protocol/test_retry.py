@@ -76,12 +76,12 @@ async def test_a_receiver_that_fails_between_items_of_a_payload_is_overwritten(
     """C4: tensor i was changed, tensor i+1 was not; applying the difference again would change tensor i twice."""
     calls = 0
 
-    def interrupted(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> None:
+    def interrupted(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> dict[int, list[int]]:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise MemoryError("in the middle of a payload")
-        apply_item(plan, storage, item, decoded)
+        return apply_item(plan, storage, item, decoded)
 
     transport = RecordingTransport(MemoryTransport())
     async with running(transport=transport) as run:
@@ -98,14 +98,14 @@ async def test_half_an_item_written_and_then_lost_is_overwritten(monkeypatch: py
     """C4 within one tensor: some of its elements are new, some old, and the applier does not know which."""
     calls = 0
 
-    def half(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> None:
+    def half(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: Decoded) -> dict[int, list[int]]:
         nonlocal calls
         calls += 1
         if calls == 1:
             keep = decoded.positions.size // 2
             apply_item(plan, storage, item, Decoded(decoded.positions[:keep], decoded.values[:keep]))
             raise MemoryError("in the middle of a tensor")
-        apply_item(plan, storage, item, decoded)
+        return apply_item(plan, storage, item, decoded)
 
     async with running() as run:
         await run.refit()

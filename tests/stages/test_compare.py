@@ -157,7 +157,7 @@ def test_comparing_needs_the_memory_of_a_block_not_of_the_shard() -> None:
     new[:: 1 << 18] = 1
     tracemalloc.start()
     try:
-        positions, _ = changed_elements(lambda lo, hi: new[lo:hi], old, 0, old.size, "w")
+        positions, _, _ = changed_elements(lambda lo, hi: new[lo:hi], old, 0, old.size, "w")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr_stream.canonical import MAX_DIMS, Indices, Region
-from dcr_stream.trace.boxes import BoxPair, compress, find, strided
+from dcr_stream.codec.boxes import find
+from dcr_stream.trace.boxes import BoxPair, compress, strided
 from dcr_stream.trace.sweep import runs_of
 
 

@@ -1,0 +1,328 @@
+"""How near are coding and applying changes to the speed of memory and to the entropy of the changes?
+
+One process, one thread unless said, medians; ratios only. The *limit* is reading both versions of the weights once.
+
+- ``encode_share_R``: time of the limit over the time to find the changes (without writing the tracker), code them as
+  ``add`` and frame them, for R % of stored words changed by the paper's recipe (``3``: exactly), by a real AdamW step
+  (``real``), not at all (``zero``), or nearly everywhere (``30``, ``100``; differences of the real step).
+- ``capture_share_3``: the same for scanning and keeping the pending set, with all its sums.
+- ``advance_share``: the same for advancing the tracker from the pending set at 3 %.
+- ``entropy_ratio``: payload bytes per changed element over H(gap) + H(d), worst of 1, 3, 5 % and real;
+  ``entropy_ratio_rare``: at 0.1 %.
+- ``bytes_vs_X_R``, ``speed_vs_X``: bytes over, and speed over, another way to code changes (``bench._codecs``).
+- ``apply_vs_scratch_R``: time to decode, apply and read back over the time of a dense scratch XOR.
+- ``digest_cost``: time to decode, apply and read back over the time to decode and apply.
+- ``two_thread_scaling``: what two threads gain at encoding over what they gain at reading both.
+- ``table2_*``: megabytes of values alone, as in the paper's Table 2.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+import zstandard
+
+from bench._changes import noisy, paper_recipe, real_trace, with_rate
+from bench._codecs import Scratch, dense, indexed, overwrite, paper, read_both
+from bench._report import Figures, Targets, report
+from dcr_stream.canonical import Region, Words
+from dcr_stream.codec import COLUMNS, decode_item, encode_record, frame_bucket, seal_payload, tensor_from_words, warm_up
+from dcr_stream.codec.boxes import add_at
+from dcr_stream.delta import Bucket, CodedBucket, Entry, Item, Record, Trackers
+from dcr_stream.loaders import StateDictLoader, apply_item
+from dcr_stream.messages import Attempt, PayloadId
+from dcr_stream.pending import PendingSet
+from dcr_stream.stages.compare import changed_elements
+from dcr_stream.trace import Box, PlacementPlan, StorageMap
+
+TARGETS: Targets = {
+    "encode_share_3": (">=", 0.36),
+    "encode_share_real": (">=", 0.45),
+    "encode_share_zero": (">=", 0.85),
+    "encode_share_30": (">=", 0.12),
+    "encode_share_100": (">=", 0.12),
+    "advance_share": (">=", 0.5),
+    "entropy_ratio": ("<=", 1.015),
+    "entropy_ratio_rare": ("<=", 1.03),
+    "bytes_vs_paper_3": ("<=", 0.79),
+    "bytes_vs_paper_real": ("<=", 0.79),
+    "speed_vs_paper_numpy": (">=", 4.0),
+    "apply_vs_scratch_1": ("<=", 0.5),
+    "apply_vs_scratch_3": ("<=", 0.5),
+    "digest_cost": ("<=", 1.6),
+    "two_thread_scaling": (">=", 0.85),
+    "table2_add_1e4": ("<=", 0.19),
+    "table2_add_1e3": ("<=", 1.85),
+    "table2_add_1e2": ("<=", 10.0),
+    "table2_xor_1e4": ("<=", 0.33 * 1.02),
+    "table2_xor_1e3": ("<=", 3.23 * 1.02),
+    "table2_xor_1e2": ("<=", 14.93 * 1.02),
+}
+
+TENSOR = 1 << 24  # elements, as a 4096 x 4096 matrix
+ID = PayloadId(Attempt("bench", 1, 1, 1), "owner", 0)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Two versions of some tensors."""
+
+    old: list[Words]
+    new: list[Words]
+
+    @property
+    def changed(self) -> int:
+        """Changed elements."""
+        return sum(int(np.count_nonzero(a != b)) for a, b in zip(self.old, self.new, strict=True))
+
+    def changes(self, first: int = 0, last: int | None = None) -> list[Record]:
+        """Scan some tensors."""
+        pairs = list(enumerate(zip(self.old, self.new, strict=True)))
+        return [record_of(i, old, new) for i, (old, new) in pairs[first:last]]
+
+
+def record_of(tensor: int, old: Words, new: Words) -> Record:
+    """The changed elements of one tensor, found as by the stage ``compare``."""
+    found = changed_elements(lambda lo, hi: new[lo:hi], old, 0, old.size, "w")
+    return Record("w", tensor, Region.whole(old.size), *found, f"w{tensor}")
+
+
+def in_tensors(old: Words, new: Words) -> Weights:
+    """Cut into tensors."""
+    cuts = range(TENSOR, old.size, TENSOR)
+    return Weights(np.split(old, list(cuts)), np.split(new, list(cuts)))
+
+
+def coded(records: list[Record]) -> CodedBucket:
+    """Records as one framed bucket."""
+    entries = [encode_record(record, "add") for record in records if record.positions.size]
+    return frame_bucket(bucket_of(entries))
+
+
+def bucket_of(entries: list[Entry]) -> Bucket:
+    """Entries in columns."""
+    columns = tuple(b"".join(shares) for shares in zip(*(e.columns for e in entries), strict=True)) or (b"",) * len(
+        COLUMNS
+    )
+    return Bucket(tuple(e.item for e in entries), columns)
+
+
+def payload_bytes(weights: Weights) -> int:
+    """Size of the sealed payload with all changes."""
+    bucket = coded(weights.changes())
+    return len(seal_payload(bucket, id=ID, base=0, kind="delta", directory="", secret=None).body)
+
+
+def entropy_bytes(weights: Weights) -> float:
+    """Bytes per changed element that H(gap) + H(d) allow."""
+    records = weights.changes()
+    gaps = np.concatenate([np.diff(r.positions, prepend=-1) - 1 for r in records])
+    return (_entropy(gaps) + _entropy(np.concatenate([r.differences for r in records]))) / 8
+
+
+def _entropy(symbols: Words) -> float:
+    p = np.unique(symbols, return_counts=True)[1] / symbols.size
+    return float(-(p * np.log2(p)).sum())
+
+
+class Timer:
+    """Medians of interleaved repeats, so that what else the machine does meets all contenders alike."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def __call__(self, *run: Callable[[], object]) -> list[float]:
+        """Median seconds of each."""
+        times: list[list[float]] = [[] for _ in run]
+        for _ in range(self._repeats + 1):
+            for one, found in zip(run, times, strict=True):
+                started = time.perf_counter()
+                one()
+                found.append(time.perf_counter() - started)
+        return [median(found[1:]) for found in times]
+
+
+def on_two_threads(run: Callable[[int, int], object], tensors: int) -> None:
+    """Run on each half of the tensors."""
+    threads = [threading.Thread(target=run, args=(lo, lo + tensors // 2)) for lo in (0, tensors // 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def encoding(weights: Weights, timer: Timer) -> dict[str, float]:
+    """Share of the limit, gain of a second thread, and the paper's codec beside it."""
+
+    def limit(lo: int = 0, hi: int | None = None) -> None:
+        for new, old in list(zip(weights.new, weights.old, strict=True))[lo:hi]:
+            read_both(new, old)
+
+    def encode(lo: int = 0, hi: int | None = None) -> None:
+        coded(weights.changes(lo, hi))
+
+    count = len(weights.old)
+    read, one, read2, two = timer(
+        limit, encode, lambda: on_two_threads(limit, count), lambda: on_two_threads(encode, count)
+    )
+    return {"share": read / one, "scaling": (one / two) / (read / read2), "seconds": one, "limit": read}
+
+
+class Target:
+    """Tensors of a receiver with their placement plan."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._repeated = False
+        self.words = [words.copy() for words in weights.old]
+        module = torch.nn.Module()
+        for i, words in enumerate(self.words):
+            tensor = tensor_from_words(words, "bfloat16", words.shape)
+            module.register_parameter(f"w{i}", torch.nn.Parameter(tensor, requires_grad=False))
+        self.storage = StorageMap(StateDictLoader(module))
+        regions = [Region.whole(words.size) for words in self.words]
+        self.plan = PlacementPlan(
+            directory="",
+            boxes=tuple(Box(i, region, i, region) for i, region in enumerate(regions)),
+            classes=tuple("mapped" for _ in regions),
+            widths=(2,) * len(regions),
+            aliased=(),
+            identity=self.storage.identity(),
+            constant_ranges=0,
+            mapped_bytes=0,
+            total_bytes=0,
+            findings=(),
+        )
+
+    def apply(self, entries: list[tuple[Item, tuple[bytes, ...]]]) -> None:
+        """Decode, apply and read back."""
+        for item, columns in entries:
+            sums = apply_item(self.plan, self.storage, item, decode_item(item, columns))
+            assert sums[0][0] == item.digest or self._repeated
+        self._repeated = True
+
+    def apply_blindly(self, entries: list[tuple[Item, tuple[bytes, ...]]]) -> None:
+        """Decode and apply, without any sums."""
+        for item, columns in entries:
+            decoded = decode_item(item, columns)
+            add_at(self.words[item.tensor], decoded.positions, decoded.values)
+
+
+def applying(weights: Weights, timer: Timer) -> dict[str, float]:
+    """Against a dense scratch, and without sums."""
+    entries = [(e.item, e.columns) for e in (encode_record(r, "add") for r in weights.changes())]
+    target = Target(weights)
+    scratches = [Scratch(new, old) for new, old in zip(weights.new, weights.old, strict=True)]
+
+    def scratch() -> None:
+        for one, words in zip(scratches, target.words, strict=True):
+            one.apply(words)
+
+    target.apply(entries)
+    for words, new in zip(target.words, weights.new, strict=True):
+        np.testing.assert_array_equal(words, new)
+    sums, blind, through = timer(lambda: target.apply(entries), lambda: target.apply_blindly(entries), scratch)
+    return {"scratch": sums / through, "digests": sums / blind}
+
+
+def pending_shares(weights: Weights, timer: Timer) -> dict[str, float]:
+    """Capture and advance against the limit."""
+
+    def limit() -> None:
+        for new, old in zip(weights.new, weights.old, strict=True):
+            read_both(new, old)
+
+    def capture() -> PendingSet:
+        pending = PendingSet()
+        for record in weights.changes():
+            pending.add(record)
+        return pending
+
+    pending = capture()
+    trackers = Trackers()
+    trackers.tasks.update({f"w{i}": words.copy() for i, words in enumerate(weights.old)})
+    read, captured, advanced = timer(limit, capture, lambda: pending.advance(trackers))
+    return {"capture": read / captured, "advance": read / advanced}
+
+
+def table2(amplitude: float, elements: int = 20_000_000) -> tuple[float, float]:
+    """Megabytes of values alone, as ``add`` and as XOR words."""
+    old, new = noisy(elements, amplitude)
+    weights = in_tensors(old, new)
+    bucket = coded(weights.changes())
+    add = sum(stream.coded for stream in bucket.streams[COLUMNS.index("C") : COLUMNS.index("O0")])
+    changed = old != new
+    xor = len(zstandard.ZstdCompressor(level=1).compress((old[changed] ^ new[changed]).data.cast("B")))
+    return add / 1e6, xor / 1e6
+
+
+def measure(quick: bool) -> Figures:
+    """All figures."""
+    warm_up()
+    torch.set_num_threads(1)
+    timer, tensors = Timer(3 if quick else 7), 2 if quick else 4
+    trace_old, trace_new = real_trace()
+    drawn = (trace_new - trace_old)[trace_new != trace_old]
+    copies = 1 if quick else 3
+    real = in_tensors(np.tile(trace_old, copies), np.tile(trace_new, copies))
+
+    def recipe(rate: float) -> Weights:
+        pairs = [paper_recipe(TENSOR, rate, seed) for seed in range(tensors)]
+        return Weights([old for old, _ in pairs], [new for _, new in pairs])
+
+    exact = {rate: recipe(rate / 100) for rate in (0.1, 1, 3, 5)}
+    old = exact[3].old
+
+    def varied(rate: float) -> Weights:
+        return Weights(old, [with_rate(words, drawn, rate / 100, i) for i, words in enumerate(old)])
+
+    figures: dict[str, float] = {}
+    at3 = encoding(exact[3], timer)
+    figures["encode_share_3"] = at3["share"]
+    figures["encode_share_real"] = encoding(real, timer)["share"]
+    figures["encode_share_zero"] = encoding(Weights(old, [words.copy() for words in old]), timer)["share"]
+    for rate in (0.1, 1, 5):
+        figures[f"encode_share_{rate:g}".replace(".", "_")] = encoding(exact[rate], timer)["share"]
+    for rate in (30, 100):
+        figures[f"encode_share_{rate}"] = encoding(varied(rate), timer)["share"]
+    figures["two_thread_scaling"] = at3["scaling"]
+    shares = pending_shares(exact[3], timer)
+    figures["capture_share_3"] = shares["capture"]
+    figures["advance_share"] = shares["advance"]
+
+    inputs: dict[str, Weights] = {**{f"{rate:g}": w for rate, w in exact.items()}, "real": real}
+    sizes = {name: payload_bytes(w) for name, w in inputs.items()}
+    ratios = {name: sizes[name] / w.changed / entropy_bytes(w) for name, w in inputs.items()}
+    figures["entropy_ratio"] = max(ratios[name] for name in ("1", "3", "5", "real"))
+    figures["entropy_ratio_rare"] = ratios["0.1"]
+    others = (paper, overwrite, indexed, dense)
+    for name in ("3", "real"):
+        for method in others:
+            pairs = zip(inputs[name].new, inputs[name].old, strict=True)
+            figures[f"bytes_vs_{method.__name__}_{name}"] = sizes[name] / sum(method(new, old) for new, old in pairs)
+
+    def run(method: Callable[[Words, Words], int]) -> Callable[[], object]:
+        return lambda: [method(new, known) for new, known in zip(exact[3].new, exact[3].old, strict=True)]
+
+    ours_s, *theirs_s = timer(lambda: coded(exact[3].changes()), *(run(method) for method in others))
+    for method, seconds in zip(others, theirs_s, strict=True):
+        name = "speed_vs_paper_numpy" if method is paper else f"speed_vs_{method.__name__}"
+        figures[name] = seconds / ours_s
+    for rate in (1, 3):
+        found = applying(exact[rate], timer)
+        figures[f"apply_vs_scratch_{rate}"] = found["scratch"]
+        if rate == 3:
+            figures["digest_cost"] = found["digests"]
+    for amplitude, name in ((1e-4, "1e4"), (1e-3, "1e3"), (1e-2, "1e2")):
+        figures[f"table2_add_{name}"], figures[f"table2_xor_{name}"] = table2(amplitude)
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(report("Codec and kernels against their limits", measure, TARGETS))

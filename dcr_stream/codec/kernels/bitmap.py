@@ -1,0 +1,89 @@
+"""Compiled forms of ``dcr_stream.codec.bitmap``."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_stream.canonical import Indices
+from dcr_stream.codec.kernels.lanes import LANES, Number, jit, population, readable, trailing_zeros
+
+__all__ = ["ascends", "count_bitmap", "decode_bitmap", "encode_bitmap"]
+
+Bytes = NDArray[np.uint8]
+
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
+
+
+def ascends(positions: Indices) -> bool:
+    """See :func:`dcr_stream.codec.bitmap.ascends`."""
+    return bool(_ascends(readable(positions)))
+
+
+def encode_bitmap(positions: Indices, elements: int) -> Bytes:
+    """See :func:`dcr_stream.codec.bitmap.encode_bitmap`."""
+    masks = np.zeros((elements + LANES - 1) // LANES, np.uint64)
+    _encode(readable(positions), masks)
+    return masks.view(np.uint8)[: (elements + 7) // 8]
+
+
+def count_bitmap(bitmap: Bytes) -> int:
+    """See :func:`dcr_stream.codec.bitmap.count_bitmap`."""
+    return int(_count(_masks(bitmap)))
+
+
+def decode_bitmap(bitmap: Bytes, count: int) -> Indices:
+    """See :func:`dcr_stream.codec.bitmap.decode_bitmap`."""
+    positions = np.empty(count, np.int64)
+    _decode(_masks(bitmap), positions)
+    return positions
+
+
+def _masks(bitmap: Bytes) -> NDArray[np.uint64]:
+    """A bitmap as masks of 64 positions (little-endian); a copy, since columns start and end anywhere."""
+    masks = np.zeros((bitmap.size + 7) // 8, np.uint64)
+    masks.view(np.uint8)[: bitmap.size] = bitmap
+    return masks
+
+
+@jit
+def _ascends(positions: Indices) -> Number:
+    wrong = np.int64(positions.size > 0 and positions[0] < 0)
+    later = positions[1:]
+    for i in range(later.size):
+        wrong += later[i] <= positions[i]
+    return wrong == 0
+
+
+@jit
+def _encode(positions: Indices, masks: NDArray[np.uint64]) -> None:
+    at = np.int64(0)
+    mask = _NONE
+    for i in range(positions.size):
+        word = positions[i] >> 6
+        if word != at:
+            masks[at] = mask
+            at, mask = word, _NONE
+        mask |= _ONE << np.uint64(positions[i] & 63)
+    if masks.size:
+        masks[at] = mask
+
+
+@jit
+def _count(masks: NDArray[np.uint64]) -> Number:
+    total = np.int64(0)
+    for mask in masks:
+        total += population(mask)
+    return total
+
+
+@jit
+def _decode(masks: NDArray[np.uint64], positions: Indices) -> None:
+    k = 0
+    for i in range(masks.size):
+        mask = masks[i]
+        while mask != _NONE:
+            positions[k] = i * LANES + trailing_zeros(mask)
+            mask &= mask - _ONE
+            k += 1

@@ -1,0 +1,142 @@
+"""The trick behind the scan, and what all compiled kernels share.
+
+**Many lanes, one mask.** A scan has to read two arrays at memory speed and yet do something for single elements. Vector
+units compare many elements at once but cannot append to a list; scalar code can append but is too slow to look at every
+element. The bridge between the two is a bit mask::
+
+    live    3 3 7 1 0 5 9 9 …        64 elements, loaded as one vector of 64 lanes
+    known   3 3 8 1 0 5 9 2 …        64 elements
+    live != known                    one vector comparison: 64 truth values
+    mask    0 0 1 0 0 0 0 1 …        the same 64 truth values as the bits of one uint64, element 0 lowest
+
+Where nothing changed, the mask is 0 and 64 elements have been dealt with by one test of one register. Otherwise the
+number of trailing zeros of the mask *is* the index of the first changed element, and ``mask & (mask - 1)`` clears that
+bit: as many steps as there are changes, however they lie, without a branch per element::
+
+    while mask:
+        index = trailing_zeros(mask)
+        mask &= mask - 1
+
+numba's own vectoriser does not find this form, so :func:`differing` says it in LLVM's terms: load ``<64 x iN>`` twice,
+``icmp ne``, and reinterpret the resulting ``<64 x i1>`` as an ``i64``. That is portable: LLVM splits the 64 lanes into
+whatever the processor has (AVX-512 compares straight into mask registers, AVX2 and SSE2 go through ``movmskb``, NEON
+through narrowing shifts), for elements of 1, 2, 4 and 8 bytes alike. Loads are declared unaligned.
+
+**The branch that remains** is the end of the inner loop: how many changes 64 elements hold is not predictable, and one
+misprediction costs as much as several changes. With 1 to 5 % changed most blocks have 0 to 4, so the scan takes four
+steps without asking, into room that exists anyway, moves on by the mask's population count, and loops only over what is
+beyond four. Steps that find the mask empty write garbage that the next block overwrites.
+
+**Writing where it is not cached.** Sparse elements of a large array each cost a miss, and a processor does not look far
+enough ahead of a read-modify-write to overlap many of them. The kernels that scatter therefore look up an element's
+place, and :func:`prefetch` it, ``AHEAD`` elements before they touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from typing_extensions import TypeVar
+
+from dcr_stream.canonical import Words
+
+__all__ = ["AHEAD", "LANES", "Number", "differing", "jit", "population", "prefetch", "readable", "trailing_zeros"]
+
+Number = Any
+"""An integer of numba's, of whatever width and sign it has there."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LANES = 64
+"""Elements per mask."""
+
+AHEAD = 256
+"""Elements between the prefetch of an element and its use."""
+
+
+def jit(function: F) -> F:
+    """Compile at first call, without the GIL, kept on disk where numba finds a folder that it can write."""
+    njit: Any = numba.njit
+    try:
+        compiled: F = njit(nogil=True, boundscheck=False, cache=True)(function)
+    except RuntimeError:  # numba found no folder to keep code in
+        compiled = njit(nogil=True, boundscheck=False)(function)
+    return compiled
+
+
+def readable(array: Words) -> Words:
+    """``array`` as kernels take their inputs: contiguous, aligned and read-only, so that one compiled form fits all.
+
+    A view wherever possible.
+    """
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _vector(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    lanes = ir.VectorType(ir.IntType(kind.dtype.bitwidth), LANES)
+    data = cgutils.create_struct_proxy(kind)(context, builder, array).data
+    loaded = builder.load(builder.bitcast(builder.gep(data, [at]), lanes.as_pointer()))
+    loaded.align = 1
+    return loaded
+
+
+def _differing(typing: Any, a: Any, b: Any, at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, other = (_vector(context, builder, signature.args[i], args[i], args[2]) for i in (0, 1))
+        return builder.bitcast(builder.icmp_unsigned("!=", one, other), ir.IntType(LANES))
+
+    return types.uint64(a, b, types.int64), generate
+
+
+def _trailing_zeros(typing: Any, mask: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+def _population(typing: Any, mask: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), generate
+
+
+def _prefetch(typing: Any, array: Any, at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        takes = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        call = cgutils.get_or_insert_function(builder.module, takes, "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        # For writing, into all levels of the data cache.
+        builder.call(call, [address, *(ir.Constant(word, value) for value in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+_made: Any = intrinsic
+
+differing: Callable[[Words, Words, int], Any] = _made(_differing)
+"""Bit i: whether element ``at + i`` of two arrays of one dtype differs; all of ``at … at + 63`` must exist."""
+
+trailing_zeros: Callable[[Any], Any] = _made(_trailing_zeros)
+"""Index of the lowest bit that is set in a uint64; 64 if there is none."""
+
+population: Callable[[Any], Any] = _made(_population)
+"""Number of bits that are set in a uint64."""
+
+prefetch: Callable[[Words, int], None] = _made(_prefetch)
+"""Have the cache line of one element fetched for writing; any index is allowed."""

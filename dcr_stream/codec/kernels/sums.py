@@ -1,0 +1,67 @@
+"""Compiled forms of the sums of ``dcr_stream.codec.digest``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcr_stream.canonical import Indices, Words
+from dcr_stream.codec.kernels.lanes import Number, jit, readable
+from dcr_stream.messages import Sum
+
+__all__ = ["change", "lane", "lanes", "mix"]
+
+_INDEX = (np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD134_2543_DE82_EF95))
+_BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
+
+
+def lane(key: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+    """See :func:`dcr_stream.codec.digest.lane`."""
+    return int(_lane(np.uint64(key), readable(flat), readable(bits), offset))
+
+
+def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
+    """See :func:`dcr_stream.codec.digest.lanes`."""
+    first, second = _lanes(np.uint64(key), readable(flat), readable(bits), offset)
+    return int(first), int(second)
+
+
+def change(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
+    """See :func:`dcr_stream.codec.digest.change`."""
+    first, second = _change(np.uint64(key), readable(flat), readable(old), readable(differences), offset)
+    return int(first), int(second)
+
+
+@jit
+def mix(which: Number, key: Number, flat: Number, bits: Number) -> Number:
+    """One lane of one element."""
+    x = (key + np.uint64(flat + 1) * _INDEX[which]) ^ (np.uint64(bits) * _BITS[which])
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D0_49BB_1331_11EB)
+    return x ^ x >> np.uint64(31)
+
+
+@jit
+def _lane(key: Number, flat: Indices, bits: Words, offset: Number) -> Number:
+    total = np.uint64(0)
+    for i in range(flat.size):
+        total += mix(0, key, flat[i] + offset, bits[i])
+    return total
+
+
+@jit
+def _lanes(key: Number, flat: Indices, bits: Words, offset: Number) -> Number:
+    first = second = np.uint64(0)
+    for i in range(flat.size):
+        first += mix(0, key, flat[i] + offset, bits[i])
+        second += mix(1, key, flat[i] + offset, bits[i])
+    return first, second
+
+
+@jit
+def _change(key: Number, flat: Indices, old: Words, differences: Words, offset: Number) -> Number:
+    first = second = np.uint64(0)
+    for i in range(flat.size):
+        new = old.dtype.type(old[i] + differences[i])
+        first += mix(0, key, flat[i] + offset, new) - mix(0, key, flat[i] + offset, old[i])
+        second += mix(1, key, flat[i] + offset, new) - mix(1, key, flat[i] + offset, old[i])
+    return first, second

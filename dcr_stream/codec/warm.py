@@ -1,0 +1,44 @@
+"""Have the kernels ready before they are needed."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dcr_stream.canonical import Region
+from dcr_stream.codec.digest import change_sum, state_change, state_sums
+from dcr_stream.codec.entries import decode_item, encode_record
+from dcr_stream.codec.kernels import implementation
+from dcr_stream.codec.scan import Found
+from dcr_stream.delta import Record
+
+__all__ = ["warm_up"]
+
+
+def warm_up() -> float:
+    """Compile, or load from numba's cache, what a refit of BF16 tensors runs; returns the seconds it took.
+
+    Called once in a parent process, it spares the children from compiling the same code at the same time. Kernels for
+    other element widths are compiled at their first use. Does nothing where kernels are numpy's.
+    """
+    started = time.perf_counter()
+    if implementation() == "numba":
+        for step in (1, 2, 10, 1000):  # dense, bitmap, gaps without and with a shift
+            _refit(np.arange(4, dtype=np.int64) * step)
+    return time.perf_counter() - started
+
+
+def _refit(changed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    old = np.zeros(int(changed[-1]) + 1, np.uint16)
+    new = old.copy()
+    new[changed] = 1
+    found = Found(old.dtype, 0, old.size)
+    found.add(new, old, 0)
+    positions, differences, before = found.take()
+    change_sum("", positions, differences)
+    state_change(0, positions, before, differences)
+    state_sums(0, positions, differences)
+    record = Record("", 0, Region.whole(old.size), positions, differences, before, "")
+    entry = encode_record(record, "add")
+    decode_item(entry.item, entry.columns)
