@@ -21,8 +21,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -33,8 +33,17 @@ from bench._changes import noisy, paper_recipe, real_trace, with_rate
 from bench._codecs import Scratch, dense, indexed, overwrite, paper, read_both
 from bench._report import Figures, Targets, report
 from dcr_stream.canonical import Region, Words
-from dcr_stream.codec import COLUMNS, decode_item, encode_record, frame_bucket, seal_payload, tensor_from_words, warm_up
-from dcr_stream.codec.boxes import add_at
+from dcr_stream.codec import (
+    COLUMNS,
+    decode_item,
+    decode_positions,
+    encode_record,
+    frame_bucket,
+    seal_payload,
+    tensor_from_words,
+    warm_up,
+)
+from dcr_stream.codec.boxes import add_at, located
 from dcr_stream.delta import Bucket, CodedBucket, Entry, Item, Record, Trackers
 from dcr_stream.loaders import StateDictLoader, apply_item
 from dcr_stream.messages import Attempt, PayloadId
@@ -67,6 +76,7 @@ TARGETS: Targets = {
 }
 
 TENSOR = 1 << 24  # elements, as a 4096 x 4096 matrix
+CHUNK = 1 << 23  # elements compared at a time: 16 MiB, as by default
 ID = PayloadId(Attempt("bench", 1, 1, 1), "owner", 0)
 
 
@@ -82,16 +92,18 @@ class Weights:
         """Changed elements."""
         return sum(int(np.count_nonzero(a != b)) for a, b in zip(self.old, self.new, strict=True))
 
-    def changes(self, first: int = 0, last: int | None = None) -> list[Record]:
+    def changes(self, first: int = 0, last: int | None = None) -> Iterator[Record]:
         """Scan some tensors."""
         pairs = list(enumerate(zip(self.old, self.new, strict=True)))
-        return [record_of(i, old, new) for i, (old, new) in pairs[first:last]]
+        return (record for i, (old, new) in pairs[first:last] for record in records_of(i, old, new))
 
 
-def record_of(tensor: int, old: Words, new: Words) -> Record:
-    """The changed elements of one tensor, found as by the stage ``compare``."""
-    found = changed_elements(lambda lo, hi: new[lo:hi], old, 0, old.size, "w")
-    return Record("w", tensor, Region.whole(old.size), *found, f"w{tensor}")
+def records_of(tensor: int, old: Words, new: Words) -> Iterator[Record]:
+    """The changed elements of one tensor, found as by the stages ``chunk``, ``compare`` and ``project``."""
+    for lo in range(0, old.size, CHUNK):
+        hi = min(lo + CHUNK, old.size)
+        found = changed_elements(lambda lo, hi: new[lo:hi], old, lo, hi, "w")
+        yield Record("w", tensor, Region.run(lo, hi - lo), *found, f"w{tensor}", lo)
 
 
 def in_tensors(old: Words, new: Words) -> Weights:
@@ -100,9 +112,9 @@ def in_tensors(old: Words, new: Words) -> Weights:
     return Weights(np.split(old, list(cuts)), np.split(new, list(cuts)))
 
 
-def coded(records: list[Record]) -> CodedBucket:
-    """Records as one framed bucket."""
-    entries = [encode_record(record, "add") for record in records if record.positions.size]
+def coded(records: Iterable[Record]) -> CodedBucket:
+    """Records as one framed bucket. Their digests are the pending set's, so none is computed here."""
+    entries = [encode_record(replace(record, digest=0), "add") for record in records if record.positions.count]
     return frame_bucket(bucket_of(entries))
 
 
@@ -122,8 +134,8 @@ def payload_bytes(weights: Weights) -> int:
 
 def entropy_bytes(weights: Weights) -> float:
     """Bytes per changed element that H(gap) + H(d) allow."""
-    records = weights.changes()
-    gaps = np.concatenate([np.diff(r.positions, prepend=-1) - 1 for r in records])
+    records = list(weights.changes())
+    gaps = np.concatenate([np.diff(decode_positions(r.positions), prepend=-1) - 1 for r in records])
     return (_entropy(gaps) + _entropy(np.concatenate([r.differences for r in records]))) / 8
 
 
@@ -175,6 +187,10 @@ def encoding(weights: Weights, timer: Timer) -> dict[str, float]:
     return {"share": read / one, "scaling": (one / two) / (read / read2), "seconds": one, "limit": read}
 
 
+Coded = list[tuple[Item, tuple[bytes | memoryview, ...]]]
+"""Items with their columns."""
+
+
 class Target:
     """Tensors of a receiver with their placement plan."""
 
@@ -200,18 +216,19 @@ class Target:
             findings=(),
         )
 
-    def apply(self, entries: list[tuple[Item, tuple[bytes, ...]]]) -> None:
+    def apply(self, entries: Coded) -> None:
         """Decode, apply and read back."""
         for item, columns in entries:
             sums = apply_item(self.plan, self.storage, item, decode_item(item, columns))
             assert sums[0][0] == item.digest or self._repeated
         self._repeated = True
 
-    def apply_blindly(self, entries: list[tuple[Item, tuple[bytes, ...]]]) -> None:
+    def apply_blindly(self, entries: Coded) -> None:
         """Decode and apply, without any sums."""
         for item, columns in entries:
             decoded = decode_item(item, columns)
-            add_at(self.words[item.tensor], decoded.positions, decoded.values)
+            for indices, offset, some in located(item.region, decoded.positions):
+                add_at(self.words[item.tensor], indices, decoded.values[some], offset)
 
 
 def applying(weights: Weights, timer: Timer) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dcr_stream.canonical import Region, TensorDirectory, Words, word_dtype
 from dcr_stream.codec.digest import add_sums, state_sums
+from dcr_stream.codec.positions import whole
 from dcr_stream.delta import Conversion, Record, Task, Trackers
 from dcr_stream.errors import UsageError
 from dcr_stream.interfaces import Source
@@ -149,12 +150,11 @@ def complete_records(
             differences = np.zeros(old.size, old.dtype)
             if pending is not None:
                 pending.add_differences(part.key, part.start + first, differences)
-            positions = np.arange(old.size, dtype=np.int64)
             yield Record(
                 spec.name,
                 part.tensor,
                 region,
-                positions,
+                whole(old.size),
                 differences,
                 old,
                 part.task,

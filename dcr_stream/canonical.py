@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from dcr_stream.errors import DirectoryMismatch, UsageError
 
-__all__ = ["MAX_DIMS", "WIDTHS", "Indices", "Region", "TensorDirectory", "TensorSpec", "Words", "word_dtype"]
+__all__ = ["MAX_DIMS", "WIDTHS", "Bytes", "Indices", "Region", "TensorDirectory", "TensorSpec", "Words", "word_dtype"]
 
 Indices = NDArray[np.int64]
 """Flat element indices or positions."""
+
+Bytes = NDArray[np.uint8]
+"""Bytes of columns."""
 
 Words = NDArray[Any]
 """Stored bits as unsigned integers: uint8, uint16, uint32 or uint64."""
@@ -196,6 +199,32 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
             rest, coordinate = np.divmod(rest, size)
             flat += coordinate * stride
         return flat + rest * self.strides[0]
+
+    def cut(self, lo: int, hi: int) -> Iterator[Region]:
+        """Boxes that, one after the other, hold positions ``[lo, hi)``: at most two per dimension, and no empty one."""
+        if lo >= hi:
+            return
+        if (lo, hi) == (0, self.count):
+            yield self
+            return
+        size, stride = self.sizes[0], self.strides[0]
+        if len(self.sizes) == 1:
+            yield Region(self.offset + lo * stride, (hi - lo,), (stride,))
+            return
+        inner = self.count // size
+        first, last = -(-lo // inner), hi // inner  # rows that are whole
+        if first > last:
+            yield from self._row(last).cut(lo - last * inner, hi - last * inner)
+            return
+        if lo < first * inner:
+            yield from self._row(first - 1).cut(lo - (first - 1) * inner, inner)
+        if first < last:
+            yield Region(self.offset + first * stride, (last - first, *self.sizes[1:]), self.strides)
+        if last * inner < hi:
+            yield from self._row(last).cut(0, hi - last * inner)
+
+    def _row(self, index: int) -> Region:
+        return Region(self.offset + index * self.strides[0], self.sizes[1:], self.strides[1:])
 
     def all_flat(self) -> Indices:
         """Flat indices of every position, in order."""

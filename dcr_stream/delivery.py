@@ -16,7 +16,7 @@ import msgspec
 from anyio import CancelScope
 
 from dcr_stream.canonical import TensorDirectory, Words
-from dcr_stream.codec import OpenedPayload, add_sums, decode_item, pack_block, state_sum
+from dcr_stream.codec import OpenedPayload, add_sums, decode_item, elements_sum, pack_block
 from dcr_stream.delta import Item
 from dcr_stream.dense import Assembly, pack_tensors
 from dcr_stream.errors import DcrError, DigestMismatch, MalformedPayload, PeerLost, error_named
@@ -251,7 +251,7 @@ class Delivery:
             self.digest_sum = (self.digest_sum + item.digest) & _MASK
             if self.dense or item.tensor in self._whole:
                 decoded = decode_item(item, columns)
-                found = state_sum(item.tensor, item.region.flat(decoded.positions), decoded.values)
+                found = elements_sum(item.tensor, item.region, decoded.positions, decoded.values)
                 if found != item.digest:
                     name = self._directory[item.tensor].name
                     raise MalformedPayload(f"tensor {name!r} does not add up to the sum that its owner declared")

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from dcr_stream.canonical import Indices, Region, Words
+from dcr_stream.canonical import Bytes, Region, Words
 
 __all__ = [
     "Bucket",
@@ -25,6 +25,7 @@ __all__ = [
     "EntryMode",
     "Item",
     "PositionMode",
+    "Positions",
     "Record",
     "Segment",
     "Shard",
@@ -36,6 +37,32 @@ __all__ = [
 
 EntryMode = Literal["add", "xor", "overwrite"]
 PositionMode = Literal["gaps", "bitmap", "dense"]
+
+
+def _none() -> Bytes:
+    return np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """``count`` ascending positions in ``[0, elements)``, coded from the scan to the wire.
+
+    ``high``, ``low`` and ``bitmap`` are columns G, L and B of the wire format, ``shift`` is the gap shift.
+    :mod:`dcr_stream.codec.positions` makes positions of index arrays and index arrays of positions.
+    """
+
+    elements: int
+    count: int
+    mode: PositionMode
+    shift: int = 0
+    high: Bytes = field(default_factory=_none)
+    low: Bytes = field(default_factory=_none)
+    bitmap: Bytes = field(default_factory=_none)
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes held."""
+        return self.high.nbytes + self.low.nbytes + self.bitmap.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +184,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The changed elements of one shard: ascending local indices, ``differences = new - old`` (mod 2^w), never 0.
+    """The changed elements of one shard, by their distance from ``shard.lo``.
 
-    ``old`` are the tracker's bits, which the scan has at hand: gathering them again would cost as much as reading
-    all of the tracker.
+    ``differences`` are ``new - old`` modulo 2^w and never 0. ``old`` are the tracker's bits, which the scan has at
+    hand: gathering them again would cost as much as reading all of the tracker.
     """
 
     shard: Shard
-    positions: Indices
+    positions: Positions
     differences: Words
     old: Words
 
@@ -183,22 +210,24 @@ class Change:
 class Record:
     """Changed elements of one region of one canonical tensor, before encoding.
 
-    ``positions`` are ascending row-major positions in ``region``; ``differences`` are ``new - old`` modulo 2^w and
+    ``positions`` are row-major positions in ``region``; ``differences`` are ``new - old`` modulo 2^w and
     never 0; ``old`` are the bits at version v. ``task`` and ``start`` say where they live in the owner's trackers:
     tracker ``task`` at ``start + positions``; ``task`` is None for a residual result, which lives in the residual
     baseline at ``region.flat(positions)``. ``tensor`` is None for the source change of a residual task: it is
     advanced after commit and never sent. ``relative`` says whether ``add``/``xor`` are allowed in this attempt.
+    ``digest`` is the state sum over the new bits, once it is known: the pending set has computed it.
     """
 
     name: str
     tensor: int | None
     region: Region
-    positions: Indices
+    positions: Positions
     differences: Words
     old: Words
     task: str | None
     start: int = 0
     relative: bool = True
+    digest: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -232,10 +261,10 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An encoded record: its item table row and its share of every column."""
+    """An encoded record: its item table row and its share of every column, without copies where it has them."""
 
     item: Item
-    columns: tuple[bytes, ...]
+    columns: tuple[bytes | memoryview, ...]
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dcr_stream.canonical import TensorDirectory, Words, word_dtype
 from dcr_stream.codec import Decoded
+from dcr_stream.codec.boxes import located
 from dcr_stream.delta import Item
 from dcr_stream.errors import MalformedPayload
 
@@ -44,11 +45,12 @@ class Assembly:
         if item.tensor not in self._open:
             self._open[item.tensor] = np.empty(spec.numel, word_dtype(spec.width)), np.zeros(spec.numel, np.bool_)
         words, seen = self._open[item.tensor]
-        flat = item.region.flat(decoded.positions)
-        if seen[flat].any():
-            raise MalformedPayload(f"tensor {spec.name!r}: an element came twice; owners' regions must not overlap")
-        words[flat] = decoded.values
-        seen[flat] = True
+        for indices, offset, some in located(item.region, decoded.positions):
+            flat = indices + offset
+            if seen[flat].any():
+                raise MalformedPayload(f"tensor {spec.name!r}: an element came twice; owners' regions must not overlap")
+            words[flat] = decoded.values[some]
+            seen[flat] = True
         if seen.all():
             self.complete[item.tensor] = words
             del self._open[item.tensor]

@@ -2,22 +2,22 @@
 
 Positions, differences and old bits are enough for every retry and for advancing the trackers after the commit; neither
 scans nor converts again, and only the advance touches a tracker (``docs/design/protocol.md``, capture). Positions are
-kept as gaps, as on the wire: about one byte each.
+kept as on the wire: about one byte each, or less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import blake3
 import numpy as np
 
-from dcr_stream.canonical import Indices, Region, Words
+from dcr_stream.canonical import Region, Words
 from dcr_stream.codec.boxes import add_at, located
-from dcr_stream.codec.digest import add_sums, change_sum, state_change
-from dcr_stream.codec.gaps import decode_gaps, encode_gaps
+from dcr_stream.codec.digest import add_sums, change_sum, state_change, sub_sums
+from dcr_stream.codec.positions import position_fault
 from dcr_stream.delta import Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
@@ -33,28 +33,19 @@ def baseline_key(record: Record) -> str:
     return record.task if record.task is not None else f"residual:{record.tensor}"
 
 
-Arrays = tuple[Words, Words, Words, Words]
-"""Gaps (columns G and L of the wire format), differences and old bits."""
+def _home(record: Record) -> Region:
+    """Where a record's positions lie in its baseline array."""
+    return record.region if record.task is None else Region.run(record.start, record.region.count)
 
 
 @dataclass(slots=True)
 class _Held:
-    """A record, in memory or at ``offset`` of the spill file."""
+    """A record; once spilled, its arrays are empty and ``sizes`` bytes of them at ``offset`` of the spill file."""
 
-    name: str
-    tensor: int | None
-    region: Region
-    task: str | None
-    start: int
-    shift: int
-    sizes: tuple[int, ...]
+    record: Record
     words: np.dtype[np.unsignedinteger]
-    arrays: Arrays | None
+    sizes: tuple[int, ...] = ()
     offset: int = -1
-
-    def indices(self, positions: Indices) -> tuple[Indices, int]:
-        """Where elements live in the baseline array: indices, and what is to be added to each."""
-        return located(self.region, positions) if self.task is None else (positions, self.start)
 
 
 class PendingSet:
@@ -92,49 +83,59 @@ class PendingSet:
         """Keep a record.
 
         Raises:
-            RecordsAltered: its positions do not ascend.
+            RecordsAltered: it does not hold as many elements as positions, or these are not in order.
         """
-        count = int(record.positions.size)
+        positions, count = record.positions, record.positions.count
+        fault = position_fault(positions)
+        if (
+            fault
+            or not count == record.differences.size == record.old.size
+            or positions.elements != record.region.count
+        ):
+            raise RecordsAltered(
+                f"a record of {record.name!r} is not as it was made: {fault or 'its parts differ in length'}; "
+                "pass records on unchanged"
+            )
         if count == 0:
             return
-        differences, old = (np.require(a, requirements=["C", "O"]) for a in (record.differences, record.old))
-        try:
-            shift, high, low = encode_gaps(record.positions)
-        except ValueError as error:
-            raise RecordsAltered(
-                f"a record of {record.name!r} is out of order: {error}; pass records on unchanged"
-            ) from error
-        self._elements += count
-        if record.tensor is not None:
-            self.sent_elements += count
-            indices, offset = located(record.region, record.positions)
-            change = state_change(record.tensor, indices, old, differences, offset)
-            self.state_change[record.tensor] = add_sums(self.state_change.get(record.tensor, (0, 0)), change)
-        self._hash.update(f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{count}\0{shift}\0".encode())
-        for array in (high, low, differences):
-            self._hash.update(array.data.cast("B"))
-        arrays = (high.copy(), low, differences, old)  # a view would keep memory alive that is not counted
-        held = _Held(
-            name=record.name,
-            tensor=record.tensor,
-            region=record.region,
-            task=record.task,
-            start=record.start,
-            shift=shift,
-            sizes=tuple(array.nbytes for array in arrays),
-            words=old.dtype,
-            arrays=arrays,
+        positions = replace(
+            positions, high=_own(positions.high), low=_own(positions.low), bitmap=_own(positions.bitmap)
         )
-        indices, offset = held.indices(record.positions)
-        self._total += change_sum(baseline_key(record), indices, differences, offset)
+        differences, old = _own(record.differences), _own(record.old)
+        record = replace(record, positions=positions, differences=differences, old=old, digest=self._account(record))
+        key = baseline_key(record)
+        for indices, offset, some in located(_home(record), positions):
+            self._total += change_sum(key, indices, differences[some], offset)
+        self._hash.update(
+            f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{record.region}\0"
+            f"{count}\0{positions.mode}\0{positions.shift}\0".encode()
+        )
+        arrays = _arrays(record)
+        for array in arrays[:-1]:  # old bits follow from the committed version
+            self._hash.update(array.data.cast("B"))
+        held = _Held(record, old.dtype)
         self._held.append(held)
-        self._by_key.setdefault(baseline_key(record), []).append(held)
-        size = sum(held.sizes)
-        if self.memory_bytes + size > self._limit:
+        self._by_key.setdefault(key, []).append(held)
+        if self.memory_bytes + record.nbytes > self._limit:
+            held.sizes = tuple(array.nbytes for array in arrays)
             held.offset = self._spill.append(array.data.cast("B") for array in arrays)
-            held.arrays = None
+            held.record = _with_arrays(record, [array[:0] for array in arrays])
         else:
-            self.memory_bytes += size
+            self.memory_bytes += record.nbytes
+
+    def _account(self, record: Record) -> int | None:
+        """Add to counts and state sums; returns the record's digest if it can be sent."""
+        self._elements += record.positions.count
+        if record.tensor is None:
+            return None
+        self.sent_elements += record.positions.count
+        digest, change = 0, self.state_change.get(record.tensor, (0, 0))
+        for indices, offset, some in located(record.region, record.positions):
+            before, after = state_change(record.tensor, indices, record.old[some], record.differences[some], offset)
+            digest += after[0]
+            change = add_sums(change, sub_sums(after, before))
+        self.state_change[record.tensor] = change
+        return digest & _MASK
 
     def close(self, tally: Tally) -> None:
         """Check that nothing was lost, added or altered since the changes were found.
@@ -175,40 +176,29 @@ class PendingSet:
         """
         forbidden = frozenset(overwrite)
         for held in self._held:
-            if held.tensor is not None:
-                positions, differences, old = self._load(held)
-                yield Record(
-                    name=held.name,
-                    tensor=held.tensor,
-                    region=held.region,
-                    positions=positions,
-                    differences=differences,
-                    old=old,
-                    task=held.task,
-                    start=held.start,
-                    relative=relative and held.tensor not in forbidden,
-                )
+            if held.record.tensor is not None:
+                yield replace(self._load(held), relative=relative and held.record.tensor not in forbidden)
 
     def add_differences(self, key: str, first: int, words: Words) -> None:
         """Add to ``words`` the pending differences of elements ``[first, first + len(words))`` of baseline ``key``."""
         for held in self._by_key.get(key, ()):
-            positions, differences, _ = self._load(held)
-            indices, offset = held.indices(positions)
-            where = indices + offset
-            inside = (where >= first) & (where < first + words.size)
-            words[where[inside] - first] += differences[inside]
+            record = self._load(held)
+            for indices, offset, some in located(_home(record), record.positions):
+                where = indices + (offset - first)
+                inside = (where >= 0) & (where < words.size)
+                words[where[inside]] += record.differences[some][inside]
 
     def advance(self, trackers: Trackers) -> None:
         """Bring ``trackers`` from v to v+1, in place. Called once, after the commit."""
         for held in self._held:
-            positions, differences, _ = self._load(held)
-            if held.task is None:
-                assert held.tensor is not None
-                target = trackers.residual[held.tensor]
+            record = self._load(held)
+            if record.task is None:
+                assert record.tensor is not None
+                target = trackers.residual[record.tensor]
             else:
-                target = trackers.tasks[held.task]
-            indices, offset = held.indices(positions)
-            add_at(target, indices, differences, offset)
+                target = trackers.tasks[record.task]
+            for indices, offset, some in located(_home(record), record.positions):
+                add_at(target, indices, record.differences[some], offset)
 
     def discard(self) -> None:
         """Release memory and spill file. Idempotent."""
@@ -217,16 +207,28 @@ class PendingSet:
         self.memory_bytes = 0
         self._spill.close()
 
-    def _load(self, held: _Held) -> tuple[Indices, Words, Words]:
-        """Positions, differences and old bits."""
-        if held.arrays is not None:
-            high, low, differences, old = held.arrays
-        else:
-            data = memoryview(self._spill.read(held.offset, sum(held.sizes)))
-            parts = []
-            for size in held.sizes:
-                parts.append(data[:size])
-                data = data[size:]
-            high, low = (np.frombuffer(part, np.uint8) for part in parts[:2])
-            differences, old = (np.frombuffer(part, np.uint8).view(held.words) for part in parts[2:])
-        return decode_gaps(high, low, held.shift), differences, old
+    def _load(self, held: _Held) -> Record:
+        if held.offset < 0:
+            return held.record
+        data = memoryview(self._spill.read(held.offset, sum(held.sizes)))
+        parts: list[Words] = []
+        for size in held.sizes:
+            parts.append(np.frombuffer(data[:size], np.uint8))
+            data = data[size:]
+        return _with_arrays(held.record, [*parts[:3], *(part.view(held.words) for part in parts[3:])])
+
+
+def _own(array: Words) -> Words:
+    """Not a view, which would keep memory alive that is not counted."""
+    return np.require(array, requirements=["C", "O"])
+
+
+def _arrays(record: Record) -> tuple[Words, ...]:
+    positions = record.positions
+    return positions.high, positions.low, positions.bitmap, record.differences, record.old
+
+
+def _with_arrays(record: Record, arrays: Sequence[Words]) -> Record:
+    high, low, bitmap, differences, old = arrays
+    positions = replace(record.positions, high=high, low=low, bitmap=bitmap)
+    return replace(record, positions=positions, differences=differences, old=old)

@@ -67,7 +67,7 @@ async def send_records(
     async def feed() -> AsyncIterator[Record]:
         nonlocal fed
         async for record in _in_worker(records, runtime.workers):
-            fed += record.positions.size
+            fed += record.positions.count
             yield record
 
     await execute(back, feed(), deliver, runtime=runtime, monitor=monitor, limits=limits)

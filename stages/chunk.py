@@ -16,7 +16,7 @@ Group = tuple[Shard, ...]
 """Shards that are compared in one go: whole ones, or ranges of large ones."""
 
 
-def chunk(*, max_bytes: int = 256 << 20) -> Stage[Shard, Group]:
+def chunk(*, max_bytes: int = 16 << 20) -> Stage[Shard, Group]:
     """Group shards, in order, into at most ``max_bytes`` of weights each; larger shards are cut into ranges.
 
     Small shards travel together, so that a model of thousands of small tensors does not pay a hop for each. Every

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dcr_stream.canonical import Indices, Words
+from dcr_stream.canonical import Region, Words
+from dcr_stream.codec.boxes import located
 from dcr_stream.codec.digest import change_sum
 from dcr_stream.codec.scan import Found
-from dcr_stream.delta import Change, Shard
+from dcr_stream.delta import Change, Positions, Shard, Tally
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, expand
 from dcr_stream.flow.arguments import check_at_least
 from dcr_stream.stages.chunk import Group
 
-__all__ = ["BLOCK", "changed_elements", "compare"]
+__all__ = ["BLOCK", "changed_elements", "compare", "tallied"]
 
-BLOCK = 1 << 20
+BLOCK = 1 << 22
 """Elements asked of a source at a time: what a source must gather or copy costs no more memory than this."""
 
 
@@ -23,9 +24,8 @@ def compare(*, workers: int = 1) -> Stage[Group, Change]:
     """Compare each shard's live bits with its tracker; pass on one ``Change`` per shard that differs.
 
     Bits are compared, so a new NaN payload or the sign of a zero is a change and an unchanged NaN is none. Live
-    weights and trackers are read once, block by block, and never written. Positions are indices in the task's
-    shard. Every shard is accounted for in its tally, ``scanned`` whether or not it changed, so progress shows even
-    where nothing is sent.
+    weights and trackers are read once, block by block, and never written. Every shard is accounted for in its tally,
+    ``scanned`` whether or not it changed, so progress shows even where nothing is sent.
 
     Args:
         workers: groups compared at the same time.
@@ -40,15 +40,16 @@ def compare(*, workers: int = 1) -> Stage[Group, Change]:
 
 def changed_elements(
     read: Callable[[int, int], Words], old: Words, lo: int, hi: int, what: str
-) -> tuple[Indices, Words, Words]:
-    """Where ``read(lo, hi)`` differs from ``old``: ascending int64 indices, new - old modulo 2^w, and old bits.
+) -> tuple[Positions, Words, Words]:
+    """Where ``read(lo, hi)`` differs from ``old``: positions from ``lo`` on, new - old modulo 2^w, and old bits.
 
-    Memory is that of the result, up to twice as much while it grows, and what ``read`` itself makes for a block.
+    Where everything changed, the old bits are a view of ``old``. Memory is that of the result, up to twice as much
+    while it grows, and what ``read`` itself makes for a block.
 
     Raises:
         CaptureError: ``read`` returned something else than the words of the range; ``what`` names it.
     """
-    found = Found(old.dtype, lo, hi)
+    found = Found(old[lo:hi])
     for start in range(lo, hi, BLOCK):
         stop = min(start + BLOCK, hi)
         live, known = read(start, stop), old[start:stop]
@@ -57,22 +58,28 @@ def changed_elements(
                 f"{what}: elements [{start}, {stop}) were read as {live.dtype} of shape {live.shape} instead of "
                 f"{known.dtype} of shape {known.shape}; its dtype and shape must not change within a run"
             )
-        found.add(live, known, start)
+        found.add(live)
     return found.take()
+
+
+def tallied(tally: Tally, key: str, region: Region, positions: Positions, differences: Words) -> None:
+    """Account for changed elements of baseline array ``key``, whose ``positions`` lie in ``region`` of it."""
+    total = 0
+    for indices, offset, some in located(region, positions):
+        total += change_sum(key, indices, differences[some], offset)
+    tally.add(positions.count, total)
 
 
 def _changes(group: Group) -> Iterator[Change]:
     for shard in group:
         change = _compare(shard)
-        if change.positions.size:
+        if change.positions.count:
             yield change
 
 
 def _compare(shard: Shard) -> Change:
-    task = shard.task
-    positions, differences, old = changed_elements(
-        task.read, shard.trackers[task.key], shard.lo, shard.hi, f"task {task.key!r}"
-    )
-    shard.tally.scan(shard.hi - shard.lo)
-    shard.tally.add(positions.size, change_sum(task.key, positions, differences))
+    task, lo, hi = shard.task, shard.lo, shard.hi
+    positions, differences, old = changed_elements(task.read, shard.trackers[task.key], lo, hi, f"task {task.key!r}")
+    shard.tally.scan(hi - lo)
+    tallied(shard.tally, task.key, Region.run(lo, hi - lo), positions, differences)
     return Change(shard, positions, differences, old)

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 
 from dcr_stream.canonical import Region, Words
-from dcr_stream.codec.digest import change_sum
 from dcr_stream.delta import Change, Conversion, Record, Tally, Trackers
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, fold
-from dcr_stream.stages.compare import changed_elements
+from dcr_stream.stages.compare import changed_elements, tallied
 from dcr_stream.stages.project import source_change
 
-__all__ = ["convert"]
+__all__ = ["MOST", "convert"]
+
+MOST = 1 << 23
+"""Elements of a converted tensor that one record is about."""
 
 
 def convert() -> Stage[Record | Change, Record]:
@@ -22,7 +24,7 @@ def convert() -> Stage[Record | Change, Record]:
     Records pass unaltered. A residual ``Change`` becomes a record without a tensor (advanced after commit, never
     sent). At the end of the source, each conversion of a task that changed runs once, in the order of the
     conversions' keys; each tensor it returns is compared with the residual baseline as ``compare`` does, added to
-    the tally, and passed on as a record whose positions are the tensor's flat indices. Conversions whose tasks did
+    the tally, and passed on as records of at most ``MOST`` of its elements. Conversions whose tasks did
     not change do not run. Neither trackers nor baseline are written.
 
     Raises:
@@ -42,7 +44,7 @@ class _Conversions:
         shard = item.shard
         for conversion in shard.task.conversions:
             self._affected.setdefault(conversion.key, (conversion, shard.trackers, shard.tally))
-        return (source_change(item, item.positions, slice(None)),)
+        return (source_change(item),)
 
     def flush(self) -> Iterator[Record]:
         # One order on every rank: a conversion can be a collective of the training cluster.
@@ -67,18 +69,13 @@ def _changed(conversion: Conversion, trackers: Trackers, tally: Tally) -> Iterat
                 f"{what} was computed with shape {new.shape} instead of {old.shape}; return flat words, "
                 "and keep the model's structure within a run"
             )
-        positions, differences, before = changed_elements(partial(_range, new), old, 0, old.size, what)
-        tally.add(positions.size, change_sum(f"residual:{tensor}", positions, differences))
-        if positions.size:
-            yield Record(
-                name=conversion.key,
-                tensor=tensor,
-                region=Region.whole(old.size),
-                positions=positions,
-                differences=differences,
-                old=before,
-                task=None,
-            )
+        for lo in range(0, old.size, MOST):
+            hi = min(lo + MOST, old.size)
+            positions, differences, before = changed_elements(partial(_range, new), old, lo, hi, what)
+            if positions.count:
+                region = Region.run(lo, hi - lo)
+                tallied(tally, f"residual:{tensor}", region, positions, differences)
+                yield Record(conversion.key, tensor, region, positions, differences, before, task=None)
 
 
 def _range(words: Words, lo: int, hi: int) -> Words:

@@ -16,6 +16,7 @@ from torch import nn
 
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec
 from dcr_stream.codec import Decoded, dtype_name, state_sum, words
+from dcr_stream.codec.positions import encode_positions
 from dcr_stream.delta import EntryMode, Item
 from dcr_stream.loaders import TorchLoader, reachable_tensors
 
@@ -268,7 +269,7 @@ def items_between(
                 tensor=tensor, region=region, count=positions.size, mode=mode, positions="gaps", width=spec.width,
                 shift=0, code_bits=0, digest=state_sum(tensor, at[positions], b), sizes=(),
             )  # fmt: skip
-            yield item, Decoded(positions, values)
+            yield item, Decoded(encode_positions(positions, region.count), values)
 
 
 def torch_loader(model: nn.Module, unplaced: Iterable[str] = ()) -> TorchLoader:

@@ -9,7 +9,8 @@ import pytest
 
 from dcr_stream.canonical import Region, Words, word_dtype
 from dcr_stream.codec import change_sum, state_sums, sub_sums
-from dcr_stream.delta import Record, Tally, Trackers
+from dcr_stream.codec.positions import decode_positions, encode_positions
+from dcr_stream.delta import Positions, Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.pending import PendingSet
 
@@ -30,10 +31,20 @@ def make(width: int) -> tuple[Trackers, Words, list[Record]]:
         differences = rng.integers(1, 256, positions.size).astype(new.dtype)
         old = trackers.tasks["w"][start + positions]
         new[start + positions] += differences
-        records.append(Record("w", tensor, region, positions, differences, old, "w", start))
+        records.append(Record("w", tensor, region, encode_positions(positions, count), differences, old, "w", start))
     positions = np.array([0, 7, 599])
     at = REGION.flat(positions)
-    records.append(Record("r", 3, REGION, positions, np.ones(3, new.dtype), trackers.residual[3][at], None))
+    records.append(
+        Record(
+            "r",
+            3,
+            REGION,
+            encode_positions(positions, REGION.count),
+            np.ones(3, new.dtype),
+            trackers.residual[3][at],
+            None,
+        )
+    )
     return trackers, new, records
 
 
@@ -41,8 +52,9 @@ def tally_of(records: list[Record]) -> Tally:
     tally = Tally()
     for record in records:
         key = record.task or f"residual:{record.tensor}"
-        at = record.positions + record.start if record.task else record.region.flat(record.positions)
-        tally.add(record.positions.size, change_sum(key, at, record.differences))
+        positions = decode_positions(record.positions)
+        at = positions + record.start if record.task else record.region.flat(positions)
+        tally.add(positions.size, change_sum(key, at, record.differences))
     return tally
 
 
@@ -63,19 +75,20 @@ def test_records_and_trackers_come_out_of_memory_and_spill_file_alike(width: int
         ("r", 3, REGION, None, 0, False),
     ]
     for record, original in zip(sent, (records[0], records[2]), strict=True):
-        np.testing.assert_array_equal(record.positions, original.positions)
+        np.testing.assert_array_equal(decode_positions(record.positions), decode_positions(original.positions))
         np.testing.assert_array_equal(record.differences, original.differences)
         np.testing.assert_array_equal(record.old, original.old)
-        flat = REGION.flat(original.positions)
+        flat = REGION.flat(decode_positions(original.positions))
         gained = sub_sums(
             state_sums(original.tensor or 0, flat, original.new), state_sums(original.tensor or 0, flat, original.old)
         )
+        assert record.digest == state_sums(original.tensor or 0, flat, original.new)[0]
         assert pending.state_change[original.tensor or 0] == gained
     some = trackers.tasks["w"][1500:2500].copy() - trackers.tasks["w"][1500:2500]
     pending.add_differences("w", 1500, some)
     np.testing.assert_array_equal(trackers.tasks["w"][1500:2500] + some, new[1500:2500])
     residual = trackers.residual[3].copy()
-    residual[REGION.flat(records[2].positions)] += 1
+    residual[REGION.flat(decode_positions(records[2].positions))] += 1
     pending.advance(trackers)
     np.testing.assert_array_equal(trackers.tasks["w"], new)
     np.testing.assert_array_equal(trackers.residual[3], residual)
@@ -88,7 +101,7 @@ def test_positions_cost_a_byte_each_in_memory() -> None:
     positions = np.flatnonzero(rng.random(1 << 20) < 0.03)
     words = np.ones(positions.size, np.uint16)
     pending = PendingSet()
-    pending.add(Record("w", 0, Region.whole(1 << 20), positions, words, words, "w"))
+    pending.add(Record("w", 0, Region.whole(1 << 20), encode_positions(positions, 1 << 20), words, words, "w"))
     assert pending.memory_bytes < 5.01 * positions.size
 
 
@@ -96,19 +109,32 @@ def test_what_a_record_shares_with_others_is_copied() -> None:
     """A view would keep all of its shard's changes alive, uncounted."""
     words = np.ones(1000, np.uint16)
     pending = PendingSet()
-    pending.add(Record("w", 0, Region.whole(1000), np.arange(10), words[:10], words[10:20], "w"))
+    pending.add(
+        Record("w", 0, Region.whole(1000), encode_positions(np.arange(10), 1000), words[:10], words[10:20], "w")
+    )
     words[:] = 7
     (record,) = pending.records(relative=True)
     assert record.differences.tolist() == record.old.tolist() == [1] * 10
 
 
-def test_records_out_of_order_are_refused() -> None:
+def test_records_that_are_not_as_they_were_made_are_refused() -> None:
     words = np.ones(2, np.uint16)
-    with pytest.raises(RecordsAltered, match="out of order"):
-        PendingSet().add(Record("w", 0, Region.whole(9), np.array([5, 4]), words, words, "w"))
+    beyond = Positions(9, 2, "gaps", high=np.array([5, 4], np.uint8))
+    with pytest.raises(RecordsAltered, match="gaps lead to position 10 of 9"):
+        PendingSet().add(Record("w", 0, Region.whole(9), beyond, words, words, "w"))
+    good = encode_positions(np.array([4, 5]), 9)
+    for record in (
+        Record("w", 0, Region.whole(9), good, words[:1], words, "w"),
+        Record("w", 0, Region.whole(9), good, words, words[:1], "w"),
+        Record("w", 0, Region.whole(8), good, words, words, "w"),
+    ):
+        with pytest.raises(RecordsAltered, match="differ in length"):
+            PendingSet().add(record)
 
 
 def test_more_than_memory_without_a_spill_folder_is_refused() -> None:
     words = np.ones(2, np.uint16)
     with pytest.raises(PendingSetFull, match="spill_folder"):
-        PendingSet(limit_bytes=3).add(Record("w", 0, Region.whole(9), np.array([4, 5]), words, words, "w"))
+        PendingSet(limit_bytes=3).add(
+            Record("w", 0, Region.whole(9), encode_positions(np.array([4, 5]), 9), words, words, "w")
+        )

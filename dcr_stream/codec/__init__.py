@@ -3,8 +3,17 @@
 from dcr_stream.codec.bits import dtype_name, tensor_from_words, torch_dtype, words
 from dcr_stream.codec.boxes import combine, flat_indices
 from dcr_stream.codec.digest import add_sums, change_sum, mix, state_change, state_sum, state_sums, sub_sums
-from dcr_stream.codec.entries import COLUMNS, Decoded, check_item, decode_item, encode_record, slice_columns
+from dcr_stream.codec.entries import (
+    COLUMNS,
+    Decoded,
+    check_item,
+    decode_item,
+    elements_sum,
+    encode_record,
+    slice_columns,
+)
 from dcr_stream.codec.kernels import implementation
+from dcr_stream.codec.positions import decode_positions, encode_positions
 from dcr_stream.codec.seals import manifest_digest, seal_manifest, verify_manifest
 from dcr_stream.codec.warm import warm_up
 from dcr_stream.codec.wire import (
@@ -31,7 +40,10 @@ __all__ = [
     "check_payload",
     "combine",
     "decode_item",
+    "decode_positions",
     "dtype_name",
+    "elements_sum",
+    "encode_positions",
     "encode_record",
     "flat_indices",
     "frame_bucket",

@@ -8,17 +8,14 @@ element, even before compression, and takes less time to make.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Indices
+from dcr_stream.canonical import Bytes, Indices
 from dcr_stream.codec.kernels import kernel
 
-__all__ = ["ascends", "bitmap_fault", "decode_bitmap", "encode_bitmap", "suits_bitmap"]
-
-Bytes = NDArray[np.uint8]
+__all__ = ["ascends", "bitmap_fault", "count_bitmap", "decode_bitmap", "encode_bitmap", "suits_bitmap"]
 
 
-def suits_bitmap(count: int, elements: int) -> bool:
+def suits_bitmap(count: float, elements: int) -> bool:
     """Whether ``count`` out of ``elements`` positions are coded as a bitmap rather than as gaps."""
     return 4 * count > elements
 
@@ -46,7 +43,7 @@ def count_bitmap(bitmap: Bytes) -> int:
 def bitmap_fault(bitmap: Bytes, count: int, elements: int) -> str | None:
     """What is wrong with column B of an item of ``count`` out of ``elements`` positions; None if nothing.
 
-    After a None, ``decode_bitmap`` returns ``count`` ascending positions in ``[0, elements)``.
+    After a None, the column holds ``count`` positions in ``[0, elements)``.
     """
     if bitmap.size != (elements + 7) // 8:
         return f"column B has {bitmap.size} bytes, {elements} positions need {(elements + 7) // 8}"
@@ -59,6 +56,6 @@ def bitmap_fault(bitmap: Bytes, count: int, elements: int) -> str | None:
 
 @kernel("bitmap")
 def decode_bitmap(bitmap: Bytes, count: int) -> Indices:
-    """The positions held by a column that ``bitmap_fault`` found nothing wrong with."""
+    """The positions of the ``count`` bits that are set."""
     positions: Indices = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
     return positions

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.codec.digest import lane
 from dcr_stream.codec.kernels import kernel
-from dcr_stream.delta import EntryMode
+from dcr_stream.codec.positions import blocks
+from dcr_stream.delta import EntryMode, Positions
 from dcr_stream.errors import UsageError
 
 __all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "sum_box", "write_box"]
@@ -47,9 +48,13 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return region.flat(positions)
 
 
-def located(region: Region, positions: Indices) -> tuple[Indices, int]:
-    """Where ``positions`` of a region lie: indices, and what is to be added to each. Copies nothing in a plain run."""
-    return (positions, region.offset) if region.contiguous else (flat_indices(region, positions), 0)
+def located(region: Region, positions: Positions) -> Iterator[tuple[Indices, int, slice]]:
+    """Where positions of a region lie, block by block: indices, what is to be added to each, and which elements."""
+    for indices, some in blocks(positions):
+        if region.contiguous:
+            yield indices, region.offset, some
+        else:
+            yield flat_indices(region, indices), 0, some
 
 
 @kernel("boxes")

@@ -13,17 +13,14 @@ With ``d`` the difference as int16 (never 0)::
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Words
+from dcr_stream.canonical import Bytes, Words
 from dcr_stream.codec.kernels import kernel
 
 __all__ = ["CODE_BITS", "choose_code_bits", "code_fault", "decode_codes", "encode_codes"]
 
 CODE_BITS = (2, 4)
 """Code widths of wire format version 1."""
-
-Bytes = NDArray[np.uint8]
 
 
 def choose_code_bits(differences: Words) -> int:
@@ -34,7 +31,13 @@ def choose_code_bits(differences: Words) -> int:
 
 @kernel("codes")
 def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
-    """Code uint16 ``differences``, none of them 0, as (code width, C, E1, E2)."""
+    """Code uint16 ``differences`` as (code width, C, E1, E2).
+
+    Raises:
+        ValueError: one of them is 0.
+    """
+    if not differences.all():
+        raise ValueError("a difference of 0 has no code")
     width = choose_code_bits(differences)
     top = (1 << width) - 1
     d = differences.view(np.int16)

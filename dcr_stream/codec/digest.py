@@ -40,6 +40,7 @@ from dcr_stream.messages import Sum
 __all__ = [
     "BLOCK",
     "add_sums",
+    "before_after",
     "change_sum",
     "lane",
     "lanes",
@@ -104,10 +105,10 @@ def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
 
 
 @kernel("sums")
-def change(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
-    """Sums of both lanes over ``old + differences``, minus those over ``old``, at the elements ``flat + offset``."""
+def before_after(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
+    """Sums of both lanes over ``old``, and over ``old + differences``, at the elements ``flat + offset``."""
     new = np.add(old, differences, dtype=old.dtype)
-    return sub_sums(lanes.reference(key, flat, new, offset), lanes.reference(key, flat, old, offset))
+    return lanes.reference(key, flat, old, offset), lanes.reference(key, flat, new, offset)
 
 
 def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
@@ -134,9 +135,9 @@ def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     return lanes(tensor_key(tensor), flat, bits)
 
 
-def state_change(tensor: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
-    """What ``state_sums`` gains when elements ``flat + offset`` change from ``old`` by ``differences`` (modulo 2^w)."""
-    return change(tensor_key(tensor), flat, old, differences, offset)
+def state_change(tensor: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
+    """``state_sums`` of elements ``flat + offset`` before and after ``old`` changes by ``differences`` (modulo 2^w)."""
+    return before_after(tensor_key(tensor), flat, old, differences, offset)
 
 
 def change_sum(task_key: str, flat: Indices, differences: Words, offset: int = 0) -> int:

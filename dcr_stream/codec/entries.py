@@ -25,17 +25,16 @@ from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Indices, Region, TensorDirectory, Words, word_dtype
+from dcr_stream.canonical import Bytes, Region, TensorDirectory, Words, word_dtype
 from dcr_stream.codec.boxes import located
 from dcr_stream.codec.codes import code_fault, decode_codes, encode_codes
 from dcr_stream.codec.digest import state_sum
-from dcr_stream.codec.positions import CodedPositions, decode_positions, encode_positions, position_fault
-from dcr_stream.delta import Entry, EntryMode, Item, PositionMode, Record
+from dcr_stream.codec.positions import position_fault
+from dcr_stream.delta import Entry, EntryMode, Item, PositionMode, Positions, Record
 from dcr_stream.errors import MalformedPayload, UsageError
 
-__all__ = ["COLUMNS", "Decoded", "check_item", "decode_item", "encode_record", "slice_columns"]
+__all__ = ["COLUMNS", "Decoded", "check_item", "decode_item", "elements_sum", "encode_record", "slice_columns"]
 
 COLUMNS: tuple[str, ...] = ("G", "L", "B", "C", "E1", "E2", *(f"O{j}" for j in range(8)))
 """Names of the columns, in the order of ``Item.sizes`` and of a payload's streams."""
@@ -45,16 +44,16 @@ _PLANES = COLUMNS.index("O0")
 _MODES: tuple[str, ...] = get_args(EntryMode)
 _POSITIONS: tuple[str, ...] = get_args(PositionMode)
 _NONE = np.empty(0, np.uint8)
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
-Bytes = NDArray[np.uint8]
 Column = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An item's elements: ascending row-major ``positions`` in its region, and their ``values`` (see the module)."""
+    """An item's elements: ``positions`` in its region, row-major, and their ``values`` (see the module)."""
 
-    positions: Indices
+    positions: Positions
     values: Words
 
 
@@ -62,53 +61,63 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
     """Code a record as ``mode``; the item's digest is the state sum over the record's new bits.
 
     Raises:
-        UsageError: the record is a source change (no tensor), is not ``relative`` and ``mode`` is, has positions that
-            do not ascend or lie outside its region, or holds a difference of 0 and ``mode`` is ``add`` or ``xor``.
+        UsageError: the record is a source change (no tensor), is not ``relative`` and ``mode`` is, has positions of
+            another region, or holds a difference of 0 and ``mode`` is ``add`` or ``xor``.
     """
     if record.tensor is None:
         raise UsageError(f"the record of {record.name!r} is a source change and is never sent; drop it before encoding")
-    if mode != "overwrite":
-        if not record.relative:
-            raise UsageError(
-                f"tensor {record.name!r} must be overwritten in this attempt but was to be encoded as {mode}; "
-                "encode it as overwrite"
-            )
-        if not record.differences.all():  # an XOR mask is 0 exactly where the difference is
-            raise UsageError(
-                f"a record of tensor {record.name!r} holds a difference of 0, which {mode} cannot carry; "
-                "leave unchanged elements out of records, or encode as overwrite"
-            )
-    region, count, width = record.region, record.positions.size, record.old.itemsize
-    try:
-        positions = encode_positions(record.positions, region.count)
-    except ValueError as error:
+    if mode != "overwrite" and not record.relative:
         raise UsageError(
-            f"a record of tensor {record.name!r} is out of order: {error}; positions ascend within the record's "
-            "region, pass records on as made"
-        ) from error
+            f"tensor {record.name!r} must be overwritten in this attempt but was to be encoded as {mode}; "
+            "encode it as overwrite"
+        )
+    positions, width = record.positions, record.old.itemsize
+    if positions.elements != record.region.count:
+        raise UsageError(
+            f"a record of tensor {record.name!r} has positions among {positions.elements} elements for a region of "
+            f"{record.region.count}; pass records on as made"
+        )
     code_bits, codes, excess, escaped = 0, _NONE, _NONE, _NONE
     planes: list[Bytes] = []
-    if mode == "add" and width == 2:
-        code_bits, codes, excess, escaped = encode_codes(record.differences)
-    else:
-        planes = _split_planes(_values(record, mode))
+    try:
+        if mode == "add" and width == 2:
+            code_bits, codes, excess, escaped = encode_codes(record.differences)
+        elif mode != "overwrite" and not record.differences.all():  # an XOR mask is 0 exactly where the difference is
+            raise ValueError("a difference of 0 is no change")
+        else:
+            planes = _split_planes(_values(record, mode))
+    except ValueError as error:
+        raise UsageError(
+            f"a record of tensor {record.name!r} cannot be encoded as {mode}: {error}; leave unchanged elements out of "
+            "records, or encode as overwrite"
+        ) from error
+    digest = record.digest
+    if digest is None:
+        digest = elements_sum(record.tensor, record.region, positions, record.new)
     rest = [_NONE] * (8 - len(planes))
     parts = [positions.high, positions.low, positions.bitmap, codes, excess, escaped, *planes, *rest]
-    columns = tuple(part.tobytes() for part in parts)
-    indices, offset = located(region, record.positions)
+    columns = tuple(np.ascontiguousarray(part).data for part in parts)
     item = Item(
         tensor=record.tensor,
-        region=region,
-        count=count,
+        region=record.region,
+        count=positions.count,
         mode=mode,
         positions=positions.mode,
         width=width,
         shift=positions.shift,
         code_bits=code_bits,
-        digest=state_sum(record.tensor, indices, record.new, offset),
+        digest=digest,
         sizes=tuple(map(len, columns)),
     )
     return Entry(item, columns)
+
+
+def elements_sum(tensor: int, region: Region, positions: Positions, bits: Words) -> int:
+    """State sum over the elements of a region whose words are ``bits``: what an item's digest is."""
+    total = 0
+    for indices, offset, some in located(region, positions):
+        total += state_sum(tensor, indices, bits[some], offset)
+    return total & _MASK
 
 
 def check_item(item: Item, columns: Sequence[Column], directory: TensorDirectory) -> None:
@@ -142,7 +151,7 @@ def decode_item(item: Item, columns: Sequence[Column]) -> Decoded:
     if fault is not None:
         raise _malformed(item, fault)
     arrays = _arrays(columns)
-    positions = decode_positions(_coded_positions(item, arrays), item.count)
+    positions = _positions(item, arrays)
     codes, excess, escaped = arrays[_CODES:_PLANES]
     if item.code_bits:
         return Decoded(positions, decode_codes(codes, excess, escaped, item.code_bits, item.count))
@@ -204,7 +213,7 @@ def _item_fault(item: Item, columns: Sequence[Column]) -> str | None:
     if not 0 <= item.count <= region.count:
         return f"{item.count} elements in a region of {region.count}"
     arrays = _arrays(columns)
-    fault = position_fault(_coded_positions(item, arrays), item.count, region.count)
+    fault = position_fault(_positions(item, arrays))
     if fault is not None:
         return fault
     codes, excess, escaped, *planes = arrays[_CODES:]
@@ -237,9 +246,9 @@ def _arrays(columns: Sequence[Column]) -> list[Bytes]:
     return [np.frombuffer(column, np.uint8) for column in columns]
 
 
-def _coded_positions(item: Item, arrays: Sequence[Bytes]) -> CodedPositions:
+def _positions(item: Item, arrays: Sequence[Bytes]) -> Positions:
     high, low, bitmap = arrays[:_CODES]
-    return CodedPositions(item.positions, item.shift, high, low, bitmap)
+    return Positions(item.region.count, item.count, item.positions, item.shift, high, low, bitmap)
 
 
 def _values(record: Record, mode: EntryMode) -> Words:

@@ -14,9 +14,8 @@ The shift keeps ``q`` inside a byte for sparse items: ``s`` is the smallest inte
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Indices
+from dcr_stream.canonical import Bytes, Indices
 from dcr_stream.codec.kernels import kernel
 
 __all__ = ["MAX_SHIFT", "choose_shift", "decode_gaps", "encode_gaps", "gap_fault"]
@@ -25,9 +24,7 @@ MAX_SHIFT = 32
 """Largest gap shift; keeps all sums inside 64 bits."""
 
 _MEAN_GAP = 192
-_BLOCK = 1 << 13  # gaps packed or unpacked at a time; a multiple of 8, so that blocks of any shift end on a byte
-
-Bytes = NDArray[np.uint8]
+_BLOCK = 1 << 13  # gaps packed or unpacked at a time; a multiple of 8, so that blocks packed end on a byte
 
 
 def choose_shift(count: int, last: int) -> int:
@@ -54,7 +51,7 @@ def encode_gaps(positions: Indices) -> tuple[int, Bytes, Bytes]:
 def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) -> str | None:
     """What is wrong with columns G and L of an item of ``count`` out of ``elements`` positions; None if nothing.
 
-    After a None, ``decode_gaps`` returns ``count`` ascending positions in ``[0, elements)``. Temporary memory is
+    After a None, the columns hold ``count`` ascending positions in ``[0, elements)``. Temporary memory is
     bounded by the columns' own size.
     """
     if not 0 <= shift <= MAX_SHIFT:
@@ -74,16 +71,21 @@ def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) ->
 
 
 @kernel("gaps")
-def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
-    """The positions held by columns that ``gap_fault`` found nothing wrong with."""
+def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int) -> tuple[Indices, int]:
+    """The positions whose gaps end in ``high``, a part of column G; all of L and the shift belong to it.
+
+    ``first`` gaps end before the part, and it starts at position ``reached`` (-1 for the first part). The columns are
+    such that ``gap_fault`` finds nothing wrong with them. Also returns the position at which the next part starts.
+    """
     ends = np.flatnonzero(high != 255)
-    gaps = high[ends].astype(np.int64) + 255 * (np.diff(ends, prepend=-1) - 1)
+    steps = high.astype(np.int64) << shift
+    steps[ends] += 1
     if shift:
-        gaps <<= shift
-        for lo in range(0, gaps.size, _BLOCK):
-            gaps[lo : lo + _BLOCK] += _unpack_low(low, shift, lo, min(lo + _BLOCK, gaps.size))
-    positions: Indices = np.cumsum(gaps + 1) - 1
-    return positions
+        for lo in range(0, ends.size, _BLOCK):
+            some = ends[lo : lo + _BLOCK]
+            steps[some] += _unpack_low(low, shift, first + lo, first + lo + some.size)
+    positions = np.cumsum(steps) + reached
+    return positions[ends], int(positions[-1]) if positions.size else reached
 
 
 @kernel("gaps")
@@ -128,6 +130,7 @@ def _pack_low(gaps: Indices, shift: int) -> Bytes:
 
 
 def _unpack_low(low: Bytes, shift: int, lo: int, hi: int) -> Indices:
+    skipped = lo * shift % 8
     packed = low[lo * shift // 8 : (hi * shift + 7) // 8]
-    bits = np.unpackbits(packed, count=(hi - lo) * shift, bitorder="little").reshape(-1, shift)
+    bits = np.unpackbits(packed, count=skipped + (hi - lo) * shift, bitorder="little")[skipped:].reshape(-1, shift)
     return bits @ (np.int64(1) << np.arange(shift, dtype=np.int64))

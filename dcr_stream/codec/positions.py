@@ -1,87 +1,110 @@
-"""Which elements of its region an item holds: columns G, L and B.
+"""Which elements of a range are meant: columns G, L and B, from the scan to the wire.
 
 =========== =====================================================================================
 ``gaps``    gaps between positions (:mod:`dcr_stream.codec.gaps`)
-``bitmap``  a bit per position (:mod:`dcr_stream.codec.bitmap`): more than a quarter of the region
-``dense``   nothing at all: every position of the region
+``bitmap``  a bit per position (:mod:`dcr_stream.codec.bitmap`): more than a quarter of the range
+``dense``   nothing at all: every position of the range
 =========== =====================================================================================
 
-An encoder chooses by the item's count alone; a decoder accepts any mode that holds what the item declares.
+All functions here that make positions choose by their count alone; a decoder accepts any mode that holds what it
+declares. Whoever needs indices takes them in blocks that stay in a core's cache: as 64-bit indices, the positions of a
+large change would be several times its size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices
-from dcr_stream.codec.bitmap import ascends, bitmap_fault, decode_bitmap, encode_bitmap, suits_bitmap
+from dcr_stream.codec.bitmap import ascends, bitmap_fault, count_bitmap, decode_bitmap, encode_bitmap, suits_bitmap
 from dcr_stream.codec.gaps import decode_gaps, encode_gaps, gap_fault
-from dcr_stream.delta import PositionMode
+from dcr_stream.delta import Positions
 
-__all__ = ["CodedPositions", "decode_positions", "encode_positions", "position_fault"]
+__all__ = ["BLOCK", "blocks", "cut", "decode_positions", "encode_positions", "position_fault", "whole"]
 
-Bytes = NDArray[np.uint8]
-
-
-def _none() -> Bytes:
-    return np.empty(0, np.uint8)
+BLOCK = 1 << 16
+"""Most indices that are decoded at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodedPositions:
-    """Position mode, gap shift, and an item's shares of columns G, L and B."""
-
-    mode: PositionMode
-    shift: int = 0
-    high: Bytes = field(default_factory=_none)
-    low: Bytes = field(default_factory=_none)
-    bitmap: Bytes = field(default_factory=_none)
+def whole(elements: int) -> Positions:
+    """Every position of a range."""
+    return Positions(elements, elements, "dense")
 
 
-def encode_positions(positions: Indices, elements: int) -> CodedPositions:
-    """Code the positions that an item holds of a region of ``elements``.
+def encode_positions(indices: Indices, elements: int) -> Positions:
+    """Code indices in a range of ``elements``.
 
     Raises:
-        ValueError: positions are negative, repeat, do not ascend, or lie outside the region.
+        ValueError: indices are negative, repeat, do not ascend, or lie outside the range.
     """
-    count = positions.size
-    if count and int(positions[-1]) >= elements:
-        raise ValueError(f"position {int(positions[-1])} lies outside a region of {elements}")
-    if count and suits_bitmap(count, elements):
-        if not ascends(positions):
-            raise ValueError("positions must ascend without repeats")
-        if count == elements:
-            return CodedPositions("dense")
-        return CodedPositions("bitmap", bitmap=encode_bitmap(positions, elements))
+    count = indices.size
+    if count and int(indices[-1]) >= elements:
+        raise ValueError(f"position {int(indices[-1])} lies outside a region of {elements}")
+    if count != elements and not suits_bitmap(count, elements):
+        return Positions(elements, count, "gaps", *encode_gaps(indices))
+    if not ascends(indices):
+        raise ValueError("positions must ascend without repeats")
     if count == elements:
-        return CodedPositions("dense")
-    shift, high, low = encode_gaps(positions)
-    return CodedPositions("gaps", shift, high, low)
+        return whole(elements)
+    return Positions(elements, count, "bitmap", bitmap=encode_bitmap(indices, elements))
 
 
-def position_fault(coded: CodedPositions, count: int, elements: int) -> str | None:
-    """What is wrong with the positions of an item of ``count`` out of ``elements``; None if nothing.
+def decode_positions(positions: Positions) -> Indices:
+    """All positions as indices: 8 bytes each."""
+    found = [indices for indices, _ in blocks(positions)]
+    return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    After a None, ``decode_positions`` returns ``count`` ascending positions in ``[0, elements)``.
+
+def blocks(positions: Positions) -> Iterator[tuple[Indices, slice]]:
+    """Positions as indices, at most ``BLOCK`` at a time; with each block, which of the elements it holds."""
+    done, reached = 0, -1
+    size = {"gaps": positions.high.size, "bitmap": positions.bitmap.size * 8, "dense": positions.count}[positions.mode]
+    for lo in range(0, size, BLOCK):
+        hi = min(lo + BLOCK, size)
+        if positions.mode == "gaps":
+            indices, reached = decode_gaps(positions.high[lo:hi], positions.low, positions.shift, done, reached)
+        elif positions.mode == "bitmap":
+            part = positions.bitmap[lo // 8 : hi // 8]
+            indices = decode_bitmap(part, count_bitmap(part))
+            indices += lo
+        else:
+            indices = np.arange(lo, hi, dtype=np.int64)
+        if indices.size:
+            yield indices, slice(done, done + indices.size)
+            done += indices.size
+
+
+def position_fault(positions: Positions) -> str | None:
+    """What is wrong with positions that came from elsewhere; None if nothing.
+
+    After a None, there are ``count`` of them, ascending and in ``[0, elements)``. Temporary memory is bounded by the
+    columns' own size.
     """
-    if coded.mode != "gaps" and (coded.shift or coded.high.size or coded.low.size):
-        return f"{coded.mode} positions with gaps"
-    if coded.mode != "bitmap" and coded.bitmap.size:
-        return f"{coded.mode} positions with a bitmap"
-    if coded.mode == "gaps":
-        return gap_fault(coded.high, coded.low, coded.shift, count, elements)
-    if coded.mode == "bitmap":
-        return bitmap_fault(coded.bitmap, count, elements)
+    count, elements, mode = positions.count, positions.elements, positions.mode
+    if mode != "gaps" and (positions.shift or positions.high.size or positions.low.size):
+        return f"{mode} positions with gaps"
+    if mode != "bitmap" and positions.bitmap.size:
+        return f"{mode} positions with a bitmap"
+    if mode == "gaps":
+        return gap_fault(positions.high, positions.low, positions.shift, count, elements)
+    if mode == "bitmap":
+        return bitmap_fault(positions.bitmap, count, elements)
     return None if count == elements else f"dense positions with {elements - count} missing elements"
 
 
-def decode_positions(coded: CodedPositions, count: int) -> Indices:
-    """The positions in which ``position_fault`` found nothing wrong."""
-    if coded.mode == "gaps":
-        return decode_gaps(coded.high, coded.low, coded.shift)
-    if coded.mode == "bitmap":
-        return decode_bitmap(coded.bitmap, count)
-    return np.arange(count, dtype=np.int64)
+def cut(positions: Positions, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Positions, slice]]:
+    """What they hold of some ascending, disjoint ranges ``[lo, hi)``.
+
+    Yields, for each range with at least one of them: its number, the positions counted from its ``lo``, and which of
+    the elements those are.
+    """
+    if list(ranges) == [(0, positions.elements)]:
+        yield 0, positions, slice(0, positions.count)
+        return
+    indices = decode_positions(positions)
+    ends = np.searchsorted(indices, np.array(ranges, np.int64).reshape(-1, 2))
+    for i in np.flatnonzero(ends[:, 0] < ends[:, 1]).tolist():
+        (lo, hi), (first, last) = ranges[i], ends[i].tolist()
+        yield i, encode_positions(indices[first:last] - lo, hi - lo), slice(first, last)

@@ -1,88 +1,218 @@
-"""Find the elements whose bits differ."""
+"""Find the elements whose bits differ, and write down where they are as the wire does.
+
+A scan that listed indices would write eight bytes for each changed element, and a second pass would have to read them
+to make gaps of them. Where few elements change, gaps come straight out of the scan; where many do, the bits of the
+comparison itself are the bitmap. Which of the two to expect is estimated from a sample; what the sample got wrong is
+coded again, so that the result depends on the changes alone.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dcr_stream.canonical import Indices, Words
+from dcr_stream.canonical import Bytes, Words
+from dcr_stream.codec.bitmap import suits_bitmap
+from dcr_stream.codec.gaps import choose_shift
 from dcr_stream.codec.kernels import kernel
+from dcr_stream.codec.positions import decode_positions, encode_positions, whole
+from dcr_stream.delta import PositionMode, Positions
 
-__all__ = ["ROOM", "Found", "scan"]
+__all__ = ["ROOM", "Found", "sample", "scan_bits", "scan_gaps", "subtract"]
 
 ROOM = 64
-"""What a scan needs at least to make progress, in elements."""
+"""What a scan for gaps needs at least to make progress, in elements."""
 
 _PIECE = 1 << 16  # elements compared at a time by the reference: its mask stays in a core's cache
-_FIRST = 1 << 12
+_FIRST = 1 << 10
+_SAMPLES, _SAMPLE = 16, 64
 
 
 @kernel("scan")
-def scan(
-    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, old: Words, filled: int
-) -> tuple[int, int]:
+def sample(live: Words, known: Words) -> float:
+    """Share of elements that differ, from sixteen runs of elements spread over a block."""
+    step = max(live.size // _SAMPLES, _SAMPLE)
+    runs = [slice(lo, lo + _SAMPLE) for lo in range(0, live.size, step)]
+    differing = sum(int(np.count_nonzero(live[run] != known[run])) for run in runs)
+    return differing / max(sum(live[run].size for run in runs), 1)
+
+
+@kernel("scan")
+def scan_gaps(
+    live: Words,
+    known: Words,
+    begin: int,
+    start: int,
+    high: Bytes,
+    differences: Words,
+    old: Words,
+    filled: int,
+    escapes: int,
+    previous: int,
+) -> tuple[int, int, int, int]:
     """Append where ``live`` differs from ``known``, from index ``begin`` on, until the end or until room is short.
 
-    Positions are indices plus ``start``, differences ``live - known`` modulo 2^w, ``old`` the known bits. The three are
-    equally long; their first ``filled`` elements are kept, what lies beyond the result afterwards is undefined.
+    ``high`` gets gaps between positions (column G, unshifted), where a position is an index plus ``start`` and the one
+    before the first is ``previous``; ``differences`` get ``live - known`` modulo 2^w, ``old`` the known bits. So far,
+    ``filled`` elements are taken and ``escapes`` bytes of ``high`` more; what lies beyond the result is undefined.
 
     Returns:
-        How many elements of the three are taken now, and the first index that was not scanned: ``live.size``, or an
-        earlier one if fewer than ``ROOM`` elements are left free.
+        ``filled``, ``escapes`` and ``previous`` as they are now, and the first index that was not scanned:
+        ``live.size``, or an earlier one if fewer than ``ROOM`` elements are left free.
     """
     for lo in range(begin, live.size, _PIECE):
         hi = lo + _PIECE
         changed = np.flatnonzero(live[lo:hi] != known[lo:hi])
         end = filled + changed.size
-        if end > positions.size:
-            changed = changed[: positions.size - filled]
+        if end > differences.size:
+            changed = changed[: differences.size - filled]
             hi = int(changed[-1]) + lo + 1 if changed.size else lo
-            end = positions.size
+            end = differences.size
         changed += lo
-        positions[filled:end] = changed + start
+        if changed.size:
+            full, rest = np.divmod(np.diff(changed + start, prepend=previous) - 1, 255)
+            ends = np.cumsum(full + 1) - 1
+            coded = high[filled + escapes : filled + escapes + int(ends[-1]) + 1]
+            coded[:] = 255
+            coded[ends] = rest
+            escapes += int(full.sum())
+            previous = int(changed[-1]) + start
         old[filled:end] = known[changed]
         differences[filled:end] = live[changed] - old[filled:end]
         filled = end
-        if hi < live.size and end == positions.size:
-            return filled, hi
-    return filled, live.size
+        if hi < live.size and end == differences.size:
+            return filled, escapes, previous, hi
+    return filled, escapes, previous, live.size
+
+
+@kernel("scan")
+def scan_bits(live: Words, known: Words, bitmap: Bytes, differences: Words, old: Words, filled: int) -> int:
+    """Set a bit of ``bitmap`` where ``live`` differs from ``known``, and append differences and old bits.
+
+    ``bitmap`` has a bit for each element; ``differences`` and ``old`` have room for all of them. Returns the elements
+    taken.
+    """
+    for lo in range(0, live.size, _PIECE):
+        hi = lo + _PIECE
+        mask = live[lo:hi] != known[lo:hi]
+        bitmap[lo // 8 : (hi + 7) // 8] = np.packbits(mask, bitorder="little")
+        end = filled + int(np.count_nonzero(mask))
+        old[filled:end] = known[lo:hi][mask]
+        differences[filled:end] = live[lo:hi][mask] - old[filled:end]
+        filled = end
+    return filled
+
+
+@kernel("scan")
+def subtract(live: Words, known: Words, differences: Words) -> bool:
+    """Set ``differences`` to ``live - known`` modulo 2^w; returns whether none of them is 0."""
+    np.subtract(live, known, out=differences)
+    return bool(differences.all())
 
 
 class Found:
-    """The changed elements found so far in ``[lo, hi)``, in arrays that grow with them.
+    """The elements of ``known`` whose live bits differ; live blocks are scanned one after the other.
 
-    Memory that was never used before costs more to touch than to fill, so arrays grow straight to the size that the
-    density so far suggests.
+    Every block but the last is a multiple of 64 elements. Memory that was never used before costs more to touch than
+    to fill. Arrays therefore start at the size that a sample suggests and grow straight to what the density so far
+    suggests, and where everything changed, the old bits are ``known`` itself.
     """
 
-    def __init__(self, words: np.dtype[np.unsignedinteger], lo: int, hi: int) -> None:
-        self._lo, self._hi = lo, hi
-        self._filled = 0
-        self._arrays = (np.empty(_FIRST, np.int64), np.empty(_FIRST, words), np.empty(_FIRST, words))
+    def __init__(self, known: Words) -> None:
+        self._known = known
+        self._scanned = self._filled = self._escapes = 0
+        self._previous = -1
+        self._mode: PositionMode = "gaps"
+        self._bitmap = self._high = np.empty(0, np.uint8)
+        self._differences = self._old = np.empty(0, known.dtype)
 
-    def add(self, live: Words, known: Words, start: int) -> None:
-        """Scan a block whose first element has index ``start``; blocks ascend."""
+    def add(self, live: Words) -> None:
+        """Scan the next block."""
+        known = self._known[self._scanned : self._scanned + live.size]
+        if self._scanned == 0:
+            self._begin(sample(live, known))
+        if self._mode == "dense" and not self._add_dense(live, known):
+            self._go_sparse()
+        if self._mode == "gaps":
+            self._add_gaps(live, known)
+        elif self._mode == "bitmap":
+            bitmap = self._bitmap[self._scanned // 8 : (self._scanned + live.size + 7) // 8]
+            self._filled = scan_bits(live, known, bitmap, self._differences, self._old, self._filled)
+        self._scanned += live.size
+
+    def take(self) -> tuple[Positions, Words, Words]:
+        """Positions, differences and old bits, in arrays of exactly their size."""
+        count, elements = self._filled, self._known.size
+        if self._mode == "dense":
+            return whole(elements), self._differences, self._known
+        self._differences.resize(count, refcheck=False)
+        self._old.resize(count, refcheck=False)
+        if self._mode == "bitmap":
+            found = Positions(elements, count, "bitmap", bitmap=self._bitmap)
+            expected = suits_bitmap(count, elements) and count < elements
+        else:
+            self._high.resize(count + self._escapes, refcheck=False)
+            found = Positions(elements, count, "gaps", high=self._high)
+            expected = not suits_bitmap(count, elements) and choose_shift(count, self._previous) == 0
+        positions = found if expected else encode_positions(decode_positions(found), elements)
+        return positions, self._differences, self._old
+
+    def _begin(self, density: float) -> None:
+        elements = self._known.size
+        if suits_bitmap(density, 1):
+            self._mode = "dense" if density == 1 else "bitmap"
+            self._differences = np.empty(elements, self._known.dtype)
+        if self._mode == "gaps":
+            self._resize(min(_FIRST + int(1.125 * density * elements), elements + ROOM))
+        elif self._mode == "bitmap":
+            self._make_bitmap()
+
+    def _make_bitmap(self) -> None:
+        self._bitmap = np.empty((self._known.size + 7) // 8, np.uint8)
+        self._old = np.empty(self._known.size, self._known.dtype)
+
+    def _add_dense(self, live: Words, known: Words) -> bool:
+        return subtract(live, known, self._differences[self._scanned : self._scanned + live.size])
+
+    def _go_sparse(self) -> None:
+        """An element that did not change: write down what a scan for bits would have found so far."""
+        self._mode, self._filled = "bitmap", self._scanned
+        self._make_bitmap()
+        self._bitmap[: self._scanned // 8] = 255
+        self._old[: self._scanned] = self._known[: self._scanned]
+
+    def _add_gaps(self, live: Words, known: Words) -> None:
         done = 0
         while True:
-            self._filled, done = scan(live, known, done, start, *self._arrays, self._filled)
+            self._filled, self._escapes, self._previous, done = scan_gaps(
+                live,
+                known,
+                done,
+                self._scanned,
+                self._high,
+                self._differences,
+                self._old,
+                self._filled,
+                self._escapes,
+                self._previous,
+            )
             if done == live.size:
                 return
-            self._grow(start + done)
-
-    def take(self) -> tuple[Indices, Words, Words]:
-        """Ascending positions, differences and old bits, in arrays of exactly their size."""
-        for array in self._arrays:
-            array.resize(self._filled, refcheck=False)
-        return self._arrays
+            self._grow(self._scanned + done)
 
     def _grow(self, reached: int) -> None:
-        seen, left = max(reached - self._lo, 1), self._hi - reached
-        expected = self._filled + self._filled * left // seen
+        left = self._known.size - reached
+        expected = self._filled + self._filled * left // max(reached, 1)
         least, most = self._filled + self._filled // 2 + ROOM, self._filled + left + ROOM
-        size = min(max(least, expected + expected // 16), most)
-        positions, differences, old = (self._larger(array, size) for array in self._arrays)
-        self._arrays = positions, differences, old
+        self._resize(min(max(least, expected + expected // 16), most))
 
-    def _larger(self, array: Words, size: int) -> Words:
-        larger = np.empty(size, array.dtype)
-        larger[: self._filled] = array[: self._filled]
-        return larger
+    def _resize(self, size: int) -> None:
+        # One escape stands for 255 elements without a change.
+        self._high = _larger(self._high, self._filled + self._escapes, size + self._known.size // 255 + 1)
+        self._differences = _larger(self._differences, self._filled, size)
+        self._old = _larger(self._old, self._filled, size)
+
+
+def _larger(array: Words, filled: int, size: int) -> Words:
+    larger = np.empty(size, array.dtype)
+    larger[:filled] = array[:filled]
+    return larger

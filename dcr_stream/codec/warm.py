@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from dcr_stream.canonical import Region
+from dcr_stream.canonical import Indices, Region
+from dcr_stream.codec.boxes import located
 from dcr_stream.codec.digest import change_sum, state_change, state_sums
 from dcr_stream.codec.entries import decode_item, encode_record
 from dcr_stream.codec.kernels import implementation
@@ -29,16 +30,17 @@ def warm_up() -> float:
     return time.perf_counter() - started
 
 
-def _refit(changed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+def _refit(changed: Indices) -> None:
     old = np.zeros(int(changed[-1]) + 1, np.uint16)
     new = old.copy()
     new[changed] = 1
-    found = Found(old.dtype, 0, old.size)
-    found.add(new, old, 0)
+    found = Found(old)
+    found.add(new)
     positions, differences, before = found.take()
-    change_sum("", positions, differences)
-    state_change(0, positions, before, differences)
-    state_sums(0, positions, differences)
-    record = Record("", 0, Region.whole(old.size), positions, differences, before, "")
-    entry = encode_record(record, "add")
+    region = Region.whole(old.size)
+    for indices, offset, some in located(region, positions):
+        change_sum("", indices, differences[some], offset)
+        state_change(0, indices, before[some], differences[some], offset)
+        state_sums(0, indices, differences[some])
+    entry = encode_record(Record("", 0, region, positions, differences, before, ""), "add")
     decode_item(entry.item, entry.columns)

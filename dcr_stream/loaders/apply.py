@@ -10,7 +10,8 @@ from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.codec.boxes import flat_indices, sum_box, write_box
 from dcr_stream.codec.digest import add_sums, state_sums, tensor_key
 from dcr_stream.codec.entries import Decoded
-from dcr_stream.delta import Item
+from dcr_stream.codec.positions import blocks
+from dcr_stream.delta import Item, Positions
 from dcr_stream.errors import UntracedPath
 from dcr_stream.messages import Sum
 from dcr_stream.trace.plan import Box, PlacementPlan
@@ -38,7 +39,7 @@ def apply_item(plan: PlacementPlan, storage: StorageMap, item: Item, decoded: De
     return _walk(plan, storage, item, decoded.positions, decoded.values)
 
 
-def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: Indices) -> dict[int, list[int]]:
+def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: Positions) -> dict[int, list[int]]:
     """State sums of an item's elements as storage holds them now, loaded anew.
 
     Returns:
@@ -51,7 +52,7 @@ def read_back(plan: PlacementPlan, storage: StorageMap, item: Item, positions: I
 
 
 def _walk(
-    plan: PlacementPlan, storage: StorageMap, item: Item, positions: Indices, values: Words | None
+    plan: PlacementPlan, storage: StorageMap, item: Item, positions: Positions, values: Words | None
 ) -> dict[int, list[int]]:
     _require_placed(plan, item.tensor)
     boxes = [(box, storage.words(box.storage, item.width)) for box in plan.by_tensor.get(item.tensor, ())]
@@ -60,9 +61,9 @@ def _walk(
     for box, _ in boxes:
         copies = sums.setdefault(box.cell, [])
         copies += [0] * (box.copy + box.copies - len(copies))
-    for lo in range(0, positions.size, _BLOCK):
-        flat, order = _ascending(item.region, positions[lo : lo + _BLOCK])
-        new = values[lo : lo + _BLOCK] if values is not None else None
+    for indices, some in blocks(positions):
+        flat, order = _ascending(item.region, indices)
+        new = values[some] if values is not None else None
         if new is not None and order is not None:
             new = new[order]
         for box, words in boxes:

@@ -26,7 +26,7 @@ changed: Counter[str] = Counter()
 
 def count_changes(record: Record) -> Record:
     """A stage of our own: any function from record to record. Pass every record on, or the refit fails."""
-    changed[record.name] += record.positions.size
+    changed[record.name] += record.positions.count
     return record
 
 

@@ -23,6 +23,7 @@ from dcr_stream.codec import (
     state_sum,
     unpack_block,
 )
+from dcr_stream.codec.positions import decode_positions, encode_positions
 from dcr_stream.delta import Bucket, EntryMode, Item, Record
 from dcr_stream.errors import DigestMismatch, PayloadError
 from dcr_stream.messages import Attempt, PayloadId
@@ -57,7 +58,9 @@ def make() -> tuple[bytes, list[Words], list[Words]]:
         differences = rng.choice([1, 2, 5, 40, 700], positions.size, p=[0.6, 0.2, 0.1, 0.05, 0.05]).astype(old.dtype)
         differences[differences == 0] = 1
         flat = region.flat(positions)
-        record = Record(spec.name, tensor, region, positions, differences, old[flat], spec.name)
+        record = Record(
+            spec.name, tensor, region, encode_positions(positions, region.count), differences, old[flat], spec.name
+        )
         new = old.copy()
         new[flat] = record.new
         entries.append(encode_record(record, mode))
@@ -85,8 +88,8 @@ def received(body: bytes, block: bool = False) -> list[Words]:
     tensors = [words.copy() for words in BEFORE]
     for item, columns in opened.items():
         decoded = decode_item(item, columns)
-        assert decoded.positions.size == decoded.values.size == item.count
-        flat = item.region.flat(decoded.positions)
+        assert decoded.positions.count == decoded.values.size == item.count
+        flat = item.region.flat(decode_positions(decoded.positions))
         storage = tensors[item.tensor]
         storage[flat] = combine(item.mode, storage[flat], decoded.values)
         if state_sum(item.tensor, flat, storage[flat]) != item.digest:

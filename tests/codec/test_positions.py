@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr_stream.codec.positions import CodedPositions, decode_positions, encode_positions, position_fault
+from dcr_stream.codec.positions import decode_positions, encode_positions, position_fault
+from dcr_stream.delta import Positions
 
 
 def bitmap_by_definition(positions: list[int], elements: int) -> bytes:
@@ -20,8 +21,8 @@ def bitmap_by_definition(positions: list[int], elements: int) -> bytes:
 def test_any_set_of_positions_comes_back(elements: int, rate: float, seed: int) -> None:
     positions = np.flatnonzero(np.random.default_rng(seed).random(elements) < rate)
     coded = encode_positions(positions, elements)
-    assert position_fault(coded, positions.size, elements) is None
-    np.testing.assert_array_equal(decode_positions(coded, positions.size), positions)
+    assert position_fault(coded) is None
+    np.testing.assert_array_equal(decode_positions(coded), positions)
     if coded.mode == "bitmap":
         assert coded.bitmap.tobytes() == bitmap_by_definition(positions.tolist(), elements)
 
@@ -48,7 +49,7 @@ def test_positions_that_are_no_set_of_the_region_are_refused(positions: list[int
 
 def test_bitmaps_that_do_not_add_up_are_faults() -> None:
     def fault(bits: list[int], count: int, elements: int) -> str:
-        found = position_fault(CodedPositions("bitmap", bitmap=np.array(bits, np.uint8)), count, elements)
+        found = position_fault(Positions(elements, count, "bitmap", bitmap=np.array(bits, np.uint8)))
         return found or "none"
 
     assert fault([0b0101_0101, 1], 5, 9) == "none"
@@ -62,15 +63,15 @@ def test_bitmaps_that_do_not_add_up_are_faults() -> None:
 @pytest.mark.parametrize(
     ("coded", "what"),
     [
-        (CodedPositions("bitmap", shift=1, bitmap=np.array([3], np.uint8)), "bitmap positions with gaps"),
-        (CodedPositions("bitmap", high=np.zeros(2, np.uint8), bitmap=np.array([3], np.uint8)), "with gaps"),
-        (CodedPositions("dense", low=np.zeros(1, np.uint8)), "dense positions with gaps"),
-        (CodedPositions("dense", bitmap=np.array([3], np.uint8)), "dense positions with a bitmap"),
-        (CodedPositions("gaps", high=np.zeros(2, np.uint8), bitmap=np.array([3], np.uint8)), "gaps positions with a"),
-        (CodedPositions("dense"), "dense positions with 1 missing"),
+        (Positions(3, 2, "bitmap", shift=1, bitmap=np.array([3], np.uint8)), "bitmap positions with gaps"),
+        (Positions(3, 2, "bitmap", high=np.zeros(2, np.uint8), bitmap=np.array([3], np.uint8)), "with gaps"),
+        (Positions(3, 2, "dense", low=np.zeros(1, np.uint8)), "dense positions with gaps"),
+        (Positions(3, 2, "dense", bitmap=np.array([3], np.uint8)), "dense positions with a bitmap"),
+        (Positions(3, 2, "gaps", high=np.zeros(2, np.uint8), bitmap=np.array([3], np.uint8)), "gaps positions with a"),
+        (Positions(3, 2, "dense"), "dense positions with 1 missing"),
     ],
 )
-def test_columns_of_another_mode_are_faults(coded: CodedPositions, what: str) -> None:
-    found = position_fault(coded, 2, 3)
+def test_columns_of_another_mode_are_faults(coded: Positions, what: str) -> None:
+    found = position_fault(coded)
     assert found is not None
     assert what in found

@@ -29,6 +29,7 @@ from dcr_stream.codec import (
     unpack_block,
     verify_manifest,
 )
+from dcr_stream.codec.positions import encode_positions
 from dcr_stream.delta import Bucket, EntryMode, Record, Stream
 from dcr_stream.errors import DirectoryMismatch, MalformedPayload, SealMismatch, UsageError
 from dcr_stream.messages import Attempt, Manifest, ManifestEntry, Payload, PayloadId, PayloadKind
@@ -52,7 +53,7 @@ def record(tensor: int, positions: Sequence[int], old: Sequence[int], new: Seque
         name=spec.name,
         tensor=tensor,
         region=Region.whole(spec.numel),
-        positions=np.array(positions, np.int64),
+        positions=encode_positions(np.array(positions, np.int64), spec.numel),
         differences=new_bits - old_bits,
         old=old_bits,
         task=spec.name,

@@ -17,6 +17,7 @@ from dcr_stream.codec import (
     state_sum,
     unpack_block,
 )
+from dcr_stream.codec.positions import decode_positions, encode_positions
 from dcr_stream.delta import Bucket, EntryMode, Item, Record
 from dcr_stream.messages import Attempt, PayloadId
 
@@ -29,14 +30,14 @@ def trip(old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, It
         name="weight",
         tensor=1,
         region=Region.whole(old.size),
-        positions=positions,
+        positions=encode_positions(positions, old.size),
         differences=new[positions] - old[positions],
         old=old[positions],
         task="weight",
     )
     entry = encode_record(record, mode)
     payload = seal_payload(
-        frame_bucket(Bucket((entry.item,), entry.columns)),
+        frame_bucket(Bucket((entry.item,), tuple(map(bytes, entry.columns)))),
         id=PayloadId(Attempt("run", 8, 1, 1), "owner", 0),
         base=7,
         kind="delta",
@@ -47,7 +48,7 @@ def trip(old: Words, new: Words, mode: EntryMode, dtype: str) -> tuple[Words, It
     check_payload(opened, directory)
     ((item, columns),) = opened.items()
     decoded = decode_item(item, columns)
-    flat = item.region.flat(decoded.positions)
+    flat = item.region.flat(decode_positions(decoded.positions))
     result = old.copy()
     result[flat] = combine(item.mode, old[flat], decoded.values)
     assert state_sum(1, flat, result[flat]) == item.digest

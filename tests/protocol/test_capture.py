@@ -23,6 +23,7 @@ from dcr_stream.errors import (
     UsageError,
 )
 from dcr_stream.flow import fold
+from dcr_stream.pending import _arrays
 from dcr_stream.stages import bucket, chunk, compare, compress, convert, encode, project
 from tests.protocol.harness import Run, make_owner, nudge, nudge_one, running, until
 
@@ -137,9 +138,9 @@ async def test_a_pending_set_larger_than_its_memory_spills_and_stays_within_it(t
                 assert owner._candidate is not None
                 pending = owner._candidate.pending
                 assert pending.memory_bytes <= 600
-                held = [h.arrays for h in pending._held if h.arrays is not None]
+                held = [_arrays(each.record) for each in pending._held]
                 assert sum(array.nbytes for arrays in held for array in arrays) == pending.memory_bytes
-                assert all(array.base is None for arrays in held for array in arrays)
+                assert all(array.base is None for arrays in held for array in arrays if array.size)
             assert sum(o._candidate.pending.spilled_bytes for o in run.owners if o._candidate is not None) > 0
             assert os.listdir(tmp_path) == []  # unlinked as soon as it is open
             await run.commit()

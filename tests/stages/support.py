@@ -10,6 +10,7 @@ import numpy as np
 
 from dcr_stream.canonical import Words
 from dcr_stream.codec import change_sum
+from dcr_stream.codec.positions import decode_positions
 from dcr_stream.delta import Change, Conversion, Record, Segment, Shard, Tally, Task, Trackers
 from dcr_stream.flow import Stage, execute
 
@@ -84,11 +85,12 @@ def total_of(records: Iterable[Record | Change]) -> tuple[int, int]:
     """Count and sum of records, as the pending set takes them."""
     tally = Tally()
     for record in records:
+        positions = decode_positions(record.positions)
         if isinstance(record, Change):
-            key, flat = record.name, record.positions
+            key, flat = record.name, record.shard.lo + positions
         elif record.task is None:
-            key, flat = f"residual:{record.tensor}", record.region.flat(record.positions)
+            key, flat = f"residual:{record.tensor}", record.region.flat(positions)
         else:
-            key, flat = record.task, record.start + record.positions
-        tally.add(record.positions.size, change_sum(key, flat, record.differences))
+            key, flat = record.task, record.start + positions
+        tally.add(positions.size, change_sum(key, flat, record.differences))
     return tally.elements, tally.total

@@ -13,6 +13,7 @@ import zstandard
 import dcr_stream
 from dcr_stream.canonical import Region, Words
 from dcr_stream.codec import combine, decode_item, slice_columns
+from dcr_stream.codec.positions import decode_positions
 from dcr_stream.delta import Change, Conversion, Record, Segment
 from dcr_stream.flow import each, expand
 from dcr_stream.stages import chunk, compare, convert, default_pipeline, project
@@ -57,7 +58,7 @@ def test_receivers_and_trackers_end_at_exactly_the_live_bits() -> None:
         ]
         for item, columns in slice_columns(coded.items, frames):
             decoded = decode_item(item, columns)
-            flat = item.region.flat(decoded.positions)
+            flat = item.region.flat(decode_positions(decoded.positions))
             words = canonical[item.tensor]
             words[flat] = combine(item.mode, words[flat], decoded.values)
     for tensor in range(20):
@@ -68,10 +69,10 @@ def test_receivers_and_trackers_end_at_exactly_the_live_bits() -> None:
 
     for record in pending:
         if record.task is not None:
-            rank.trackers.tasks[record.task][record.start + record.positions] = record.new
+            rank.trackers.tasks[record.task][record.start + decode_positions(record.positions)] = record.new
         else:
             assert record.tensor is not None
-            rank.trackers.residual[record.tensor][record.region.flat(record.positions)] = record.new
+            rank.trackers.residual[record.tensor][record.region.flat(decode_positions(record.positions))] = record.new
     assert all((rank.trackers[key] == rank.live[key]).all() for key in rank.trackers)
     assert run(capture, rank.shards()) == []
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_stream.canonical import Indices
+from dcr_stream.canonical import Bytes, Indices
 from dcr_stream.codec.kernels.lanes import LANES, Number, jit, population, readable, trailing_zeros
 
 __all__ = ["ascends", "count_bitmap", "decode_bitmap", "encode_bitmap"]
-
-Bytes = NDArray[np.uint8]
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
@@ -74,7 +72,7 @@ def _encode(positions: Indices, masks: NDArray[np.uint64]) -> None:
 def _count(masks: NDArray[np.uint64]) -> Number:
     total = np.int64(0)
     for mask in masks:
-        total += population(mask)
+        total += np.int64(population(mask))
     return total
 
 
@@ -84,6 +82,6 @@ def _decode(masks: NDArray[np.uint64], positions: Indices) -> None:
     for i in range(masks.size):
         mask = masks[i]
         while mask != _NONE:
-            positions[k] = i * LANES + trailing_zeros(mask)
+            positions[k] = i * LANES + np.int64(trailing_zeros(mask))
             mask &= mask - _ONE
             k += 1

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Words
-from dcr_stream.codec.kernels.lanes import Number, jit, readable
+from dcr_stream.canonical import Bytes, Words
+from dcr_stream.codec.kernels.lanes import LANES, Number, at_least, jit, population, readable, trailing_zeros
 
 __all__ = ["count_codes", "decode_codes", "encode_codes"]
 
-Bytes = NDArray[np.uint8]
-
-_TILE = 4096  # codes made at a time, in the first-level cache; a multiple of what a byte holds
+_TILE = 4096  # codes made at a time, in the first-level cache; a multiple of what a byte and what a mask hold
+_SPARE = 4  # bytes of E1 that may be touched beyond its end
+_LAST = np.uint64(LANES - 1)
+_NONE, _ONE = np.uint64(0), np.uint64(1)
 
 
 def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
     """See :func:`dcr_stream.codec.codes.encode_codes`."""
     differences = readable(differences)
     count = differences.size
-    ones, above2, above4, escapes2, escapes4 = _survey(differences)
+    zeros, ones, above2, above4, escapes2, escapes4 = (int(each) for each in _survey(differences))
+    if zeros:
+        raise ValueError("a difference of 0 has no code")
     width = 2 if 5 * ones >= 3 * count else 4
+    above, escapes = (above2, escapes2) if width == 2 else (above4, escapes4)
     codes = np.empty((count * width + 7) // 8, np.uint8)
-    # One more than needed: a code that is not saturated leaves its excess to be overwritten.
-    excess = np.empty((above2 if width == 2 else above4) + 1, np.uint8)
-    escaped = np.empty(2 * (escapes2 if width == 2 else escapes4), np.uint8)
+    excess = np.empty(above + _SPARE, np.uint8)
+    escaped = np.empty(escapes, np.uint16)
     _encode(differences, width, codes, excess, escaped)
-    return width, codes, excess[:-1], escaped
+    return width, codes, excess[:above], escaped.view(np.uint8)
 
 
 def count_codes(codes: Bytes, excess: Bytes, width: int, count: int) -> tuple[int, int]:
@@ -38,7 +40,7 @@ def count_codes(codes: Bytes, excess: Bytes, width: int, count: int) -> tuple[in
 def decode_codes(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count: int) -> Words:
     """See :func:`dcr_stream.codec.codes.decode_codes`."""
     differences = np.empty(count, np.uint16)
-    padded = readable(np.concatenate([excess, np.zeros(1, np.uint8)]))
+    padded = readable(np.concatenate([excess, np.zeros(_SPARE, np.uint8)]))
     _decode(readable(codes), padded, readable(escaped), width, differences)
     return differences
 
@@ -51,15 +53,22 @@ def _zigzag(difference: Number) -> Number:
 
 @jit
 def _survey(differences: Words) -> Number:
-    ones = above2 = above4 = escapes2 = escapes4 = np.int64(0)
-    for i in range(differences.size):
-        z = np.uint16(_zigzag(differences[i]))
-        ones += z <= 1
-        above2 += z >= 3
-        above4 += z >= 15
-        escapes2 += z >= 3 + 255
-        escapes4 += z >= 15 + 255
-    return ones, above2, above4, escapes2, escapes4
+    totals = np.zeros(6, np.int64)
+    for start in range(0, differences.size, _TILE):
+        some = differences[start : start + _TILE]
+        # Counters as wide as the elements are what keeps every lane of a vector busy.
+        zeros = ones = above2 = above4 = escapes2 = escapes4 = np.uint16(0)
+        for i in range(some.size):
+            z = _zigzag(some[i])
+            zeros = np.uint16(zeros + np.uint16(z == 0xFFFF))
+            ones = np.uint16(ones + np.uint16(z <= 1))
+            above2 = np.uint16(above2 + np.uint16(z >= 3))
+            above4 = np.uint16(above4 + np.uint16(z >= 15))
+            escapes2 = np.uint16(escapes2 + np.uint16(z >= 3 + 255))
+            escapes4 = np.uint16(escapes4 + np.uint16(z >= 15 + 255))
+        for i, found in enumerate((zeros, ones, above2, above4, escapes2, escapes4)):
+            totals[i] += found
+    return totals
 
 
 # Loops run over slices from 0 on: only then can LLVM rule out negative indices, which numba lets wrap around, and
@@ -67,13 +76,13 @@ def _survey(differences: Words) -> Number:
 
 
 @jit
-def _encode(differences: Words, width: Number, codes: Bytes, excess: Bytes, escaped: Bytes) -> None:
+def _encode(differences: Words, width: Number, codes: Bytes, excess: Bytes, escaped: Words) -> None:
     top = np.uint16((1 << width) - 1)
     log = 2 if width == 2 else 1
     z = np.empty(_TILE, np.uint16)
     tile = np.empty(_TILE, np.uint8)
     fours, pairs = tile.view(np.uint32), tile.view(np.uint16)
-    saturated = escapes = 0
+    saturated = escapes = _NONE
     for start in range(0, differences.size, _TILE):
         some = differences[start : start + _TILE]
         packed = codes[start >> log : (start + _TILE) >> log]
@@ -91,15 +100,25 @@ def _encode(differences: Words, width: Number, codes: Bytes, excess: Bytes, esca
             for i in range(packed.size):
                 both = pairs[i]
                 packed[i] = np.uint8((both | both >> 4) & 255)
-        for i in range(some.size):
-            excess[saturated] = np.uint8(min(np.uint16(z[i] - top), np.uint16(255)))
-            saturated += z[i] >= top
-        if escaped.size:
-            for i in range(some.size):
-                if z[i] >= top + 255:
-                    escaped[escapes] = np.uint8(z[i] & 255)
-                    escaped[escapes + 1] = np.uint8(z[i] >> 8)
-                    escapes += 2
+        for i in range(some.size, _TILE):
+            z[i] = 0
+        for lane in range(0, some.size, LANES):
+            mask = at_least(z, np.uint64(lane), top)
+            end = saturated + population(mask)
+            while saturated < end:
+                # Steps beyond the last bit write what comes later, or what nobody reads.
+                for _ in range(4):
+                    p = np.uint64(lane) + (trailing_zeros(mask) & _LAST)
+                    mask &= mask - _ONE
+                    excess[saturated] = np.uint8(min(np.uint16(z[p] - top), np.uint16(255)))
+                    saturated += _ONE
+            saturated = end
+            if escaped.size:
+                mask = at_least(z, np.uint64(lane), np.uint16(top + 255))
+                while mask != _NONE:
+                    escaped[escapes] = z[np.uint64(lane) + trailing_zeros(mask)]
+                    mask &= mask - _ONE
+                    escapes += _ONE
 
 
 @jit
@@ -125,8 +144,7 @@ def _decode(codes: Bytes, excess: Bytes, escaped: Bytes, width: Number, differen
     z = np.empty(_TILE, np.uint16)
     tile = np.empty(_TILE, np.uint8)
     fours, pairs = tile.view(np.uint32), tile.view(np.uint16)
-    saturated: Number = 0
-    escapes = 0
+    saturated = escapes = _NONE
     for start in range(0, differences.size, _TILE):
         some = differences[start : start + _TILE]
         packed = codes[start >> log : (start + _TILE) >> log]
@@ -139,15 +157,23 @@ def _decode(codes: Bytes, excess: Bytes, escaped: Bytes, width: Number, differen
                 both = np.uint16(packed[i])
                 pairs[i] = (both | both << 4) & 0x0F0F
         for i in range(some.size):
-            full = np.uint16(tile[i] == top)
-            z[i] = tile[i] + full * np.uint16(excess[saturated])
-            saturated += full
-        if escaped.size:
-            for i in range(some.size):
-                # No other value looks like this: what is larger was escaped as well.
-                if z[i] == top + 255:
-                    z[i] = np.uint16(escaped[2 * escapes]) | np.uint16(escaped[2 * escapes + 1]) << 8
-                    escapes += 1
+            z[i] = tile[i]
+        for i in range(some.size, _TILE):
+            z[i] = 0
+        for lane in range(0, some.size, LANES):
+            mask = at_least(z, np.uint64(lane), top)
+            while mask != _NONE:
+                p = np.uint64(lane) + trailing_zeros(mask)
+                mask &= mask - _ONE
+                z[p] = top + np.uint16(excess[saturated])
+                saturated += _ONE
+            if escaped.size:
+                mask = at_least(z, np.uint64(lane), np.uint16(top + 255))
+                while mask != _NONE:
+                    p = np.uint64(lane) + trailing_zeros(mask)
+                    mask &= mask - _ONE
+                    z[p] = np.uint16(escaped[escapes]) | np.uint16(escaped[escapes + _ONE]) << 8
+                    escapes += np.uint64(2)
         for i in range(some.size):
             v = np.uint16(z[i] + np.uint16(1))
             some[i] = (v >> np.uint16(1)) ^ np.uint16(-(v & np.uint16(1)))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dcr_stream.canonical import Indices
+from dcr_stream.canonical import Bytes, Indices
 from dcr_stream.codec.kernels.lanes import Number, jit, readable
 
 __all__ = ["decode_gaps", "join_gaps", "sum_high", "sum_low"]
-
-Bytes = NDArray[np.uint8]
 
 
 def join_gaps(positions: Indices, shift: int) -> tuple[Bytes, Bytes]:
@@ -37,15 +34,17 @@ def sum_low(low: Bytes, shift: int, count: int) -> int:
     return int(_sum_low(_padded(low), shift, count))
 
 
-def decode_gaps(high: Bytes, low: Bytes, shift: int) -> Indices:
+def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int) -> tuple[Indices, int]:
     """See :func:`dcr_stream.codec.gaps.decode_gaps`."""
     # Each byte writes the position it has reached; those that end no gap are overwritten, the last one by nobody.
     positions = np.empty(high.size + 1, np.int64)
     if shift:
-        count = int(_decode_shifted(readable(high), _padded(low), shift, positions))
+        bit = first * shift
+        part = low[bit >> 3 : (bit + high.size * shift + 7) >> 3]
+        count, reached = _decode_shifted(readable(high), _padded(part), bit & 7, shift, reached, positions)
     else:
-        count = int(_decode(readable(high), positions))
-    return positions[:count]
+        count, reached = _decode(readable(high), reached, positions)
+    return positions[: int(count)], int(reached)
 
 
 def _padded(low: Bytes) -> Bytes:
@@ -119,28 +118,30 @@ def _sum_low(low: Bytes, shift: Number, count: Number) -> Number:
 
 
 @jit
-def _decode(high: Bytes, positions: Indices) -> Number:
+def _decode(high: Bytes, reached: Number, positions: Indices) -> Number:
     k: Number = 0
-    position = np.int64(-1)
+    position = np.int64(reached)
     for i in range(high.size):
         byte = np.int64(high[i])
         ends = np.int64(byte != 255)
         position += byte + ends
         positions[k] = position
         k += ends
-    return k
+    return k, position
 
 
 @jit
-def _decode_shifted(high: Bytes, low: Bytes, shift: Number, positions: Indices) -> Number:
+def _decode_shifted(
+    high: Bytes, low: Bytes, skipped: Number, shift: Number, reached: Number, positions: Indices
+) -> Number:
     k: Number = 0
-    position = np.int64(-1)
+    position = np.int64(reached)
     mask = (np.int64(1) << shift) - 1
     for i in range(high.size):
         byte = np.int64(high[i])
         position += byte << shift
         if byte != 255:
-            position += 1 + _low(low, k * shift, mask)
+            position += 1 + _low(low, skipped + k * shift, mask)
             positions[k] = position
             k += 1
-    return k
+    return k, position

@@ -25,7 +25,12 @@ through narrowing shifts), for elements of 1, 2, 4 and 8 bytes alike. Loads are 
 **The branch that remains** is the end of the inner loop: how many changes 64 elements hold is not predictable, and one
 misprediction costs as much as several changes. With 1 to 5 % changed most blocks have 0 to 4, so the scan takes four
 steps without asking, into room that exists anyway, moves on by the mask's population count, and loops only over what is
-beyond four. Steps that find the mask empty write garbage that the next block overwrites.
+beyond four. Steps that find the mask empty write garbage that the next block overwrites. After a few blocks without a
+change, four are compared before anything is asked (:func:`any_differs`).
+
+**Indices without a sign.** An index that could be negative counts from the end in Python, so compiled code has to look
+at its sign. Where loops step through masks, all indices are ``uint64``, which numba takes as they are; mixed with a
+signed number they would become floats.
 
 **Writing where it is not cached.** Sparse elements of a large array each cost a miss, and a processor does not look far
 enough ahead of a read-modify-write to overlap many of them. The kernels that scatter therefore look up an element's
@@ -35,8 +40,11 @@ place, and :func:`prefetch` it, ``AHEAD`` elements before they touch it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from importlib.resources import files
 from typing import Any
 
+import blake3
 import numba
 import numpy as np
 from llvmlite import ir
@@ -47,7 +55,22 @@ from typing_extensions import TypeVar
 
 from dcr_stream.canonical import Words
 
-__all__ = ["AHEAD", "LANES", "Number", "differing", "jit", "population", "prefetch", "readable", "trailing_zeros"]
+__all__ = [
+    "AHEAD",
+    "LANES",
+    "Number",
+    "any_differs",
+    "at_least",
+    "copy_lanes",
+    "differing",
+    "jit",
+    "leading_zeros",
+    "population",
+    "prefetch",
+    "readable",
+    "subtract_lanes",
+    "trailing_zeros",
+]
 
 Number = Any
 """An integer of numba's, of whatever width and sign it has there."""
@@ -65,10 +88,25 @@ def jit(function: F) -> F:
     """Compile at first call, without the GIL, kept on disk where numba finds a folder that it can write."""
     njit: Any = numba.njit
     try:
-        compiled: F = njit(nogil=True, boundscheck=False, cache=True)(function)
-    except RuntimeError:  # numba found no folder to keep code in
+        compiled: Any = njit(nogil=True, boundscheck=False, cache=True)(function)
+        # numba takes kept code for current as long as the function's own file is unchanged. These files inline each
+        # other's functions, so all of them count; if numba no longer keeps its stamp here, nothing may be kept.
+        kept = compiled._cache._cache_file
+        kept._source_stamp = (kept._source_stamp, _sources())
+    except (RuntimeError, AttributeError):  # a RuntimeError: numba found no folder to keep code in
         compiled = njit(nogil=True, boundscheck=False)(function)
-    return compiled
+    found: F = compiled
+    return found
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Digest of all files with kernels."""
+    total = blake3.blake3()
+    for file in sorted(files(__package__).iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".py"):
+            total.update(file.read_bytes())
+    return total.hexdigest()
 
 
 def readable(array: Words) -> Words:
@@ -83,34 +121,91 @@ def readable(array: Words) -> Words:
     return view
 
 
-def _vector(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
     lanes = ir.VectorType(ir.IntType(kind.dtype.bitwidth), LANES)
     data = cgutils.create_struct_proxy(kind)(context, builder, array).data
-    loaded = builder.load(builder.bitcast(builder.gep(data, [at]), lanes.as_pointer()))
+    return builder.bitcast(builder.gep(data, [at]), lanes.as_pointer())
+
+
+def _load(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    loaded = builder.load(_address(context, builder, kind, array, at))
     loaded.align = 1
     return loaded
 
 
+def _copy_lanes(typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        loaded = _load(context, builder, signature.args[2], args[2], args[3])
+        builder.store(loaded, _address(context, builder, signature.args[0], args[0], args[1])).align = 1
+        return context.get_dummy_value()
+
+    return types.void(target, types.uint64, source, types.uint64), generate
+
+
+def _subtract_lanes(typing: Any, target: Any, at: Any, a: Any, b: Any, start: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, other = (_load(context, builder, signature.args[i], args[i], args[4]) for i in (2, 3))
+        difference = builder.sub(one, other)
+        builder.store(difference, _address(context, builder, signature.args[0], args[0], args[1])).align = 1
+        return context.get_dummy_value()
+
+    return types.void(target, types.uint64, a, b, types.uint64), generate
+
+
 def _differing(typing: Any, a: Any, b: Any, at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one, other = (_vector(context, builder, signature.args[i], args[i], args[2]) for i in (0, 1))
+        one, other = (_load(context, builder, signature.args[i], args[i], args[2]) for i in (0, 1))
         return builder.bitcast(builder.icmp_unsigned("!=", one, other), ir.IntType(LANES))
 
-    return types.uint64(a, b, types.int64), generate
+    return types.uint64(a, b, types.uint64), generate
+
+
+def _at_least(typing: Any, array: Any, at: Any, least: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = signature.args[0]
+        lanes = _load(context, builder, kind, args[0], args[1])
+        one = builder.insert_element(ir.Constant(lanes.type, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
+        same = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        every = builder.shuffle_vector(one, ir.Constant(lanes.type, ir.Undefined), same)
+        return builder.bitcast(builder.icmp_unsigned(">=", lanes, every), ir.IntType(LANES))
+
+    return types.uint64(array, types.uint64, array.dtype), generate
+
+
+def _any_differs(typing: Any, a: Any, b: Any, at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        seen: Any = None
+        for i in range(4):
+            block = builder.add(args[2], ir.Constant(ir.IntType(64), LANES * i))
+            one, other = (_load(context, builder, signature.args[j], args[j], block) for j in (0, 1))
+            differing = builder.xor(one, other)
+            seen = differing if seen is None else builder.or_(seen, differing)
+        lanes = builder.icmp_unsigned("!=", seen, ir.Constant(seen.type, None))
+        mask = builder.bitcast(lanes, ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0))
+
+    return types.boolean(a, b, types.uint64), generate
 
 
 def _trailing_zeros(typing: Any, mask: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.int64(types.uint64), generate
+    return types.uint64(types.uint64), generate
+
+
+def _leading_zeros(typing: Any, mask: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
 
 
 def _population(typing: Any, mask: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
-    return types.int64(types.uint64), generate
+    return types.uint64(types.uint64), generate
 
 
 def _prefetch(typing: Any, array: Any, at: Any) -> Any:
@@ -129,11 +224,26 @@ def _prefetch(typing: Any, array: Any, at: Any) -> Any:
 
 _made: Any = intrinsic
 
-differing: Callable[[Words, Words, int], Any] = _made(_differing)
+differing: Callable[[Words, Words, Any], Any] = _made(_differing)
 """Bit i: whether element ``at + i`` of two arrays of one dtype differs; all of ``at … at + 63`` must exist."""
+
+at_least: Callable[[Words, Any, Any], Any] = _made(_at_least)
+"""Bit i: whether element ``at + i`` of an array is at least a value of its dtype; ``at … at + 63`` must exist."""
+
+copy_lanes: Callable[[Words, Any, Words, Any], None] = _made(_copy_lanes)
+"""``target[at : at + 64] = source[start : start + 64]``; all of them must exist."""
+
+subtract_lanes: Callable[[Words, Any, Words, Words, Any], None] = _made(_subtract_lanes)
+"""``target[at : at + 64] = a[start : start + 64] - b[start : start + 64]``; all of them must exist."""
+
+any_differs: Callable[[Words, Words, Any], Any] = _made(_any_differs)
+"""Whether any of elements ``at … at + 255`` differs, all of which must exist."""
 
 trailing_zeros: Callable[[Any], Any] = _made(_trailing_zeros)
 """Index of the lowest bit that is set in a uint64; 64 if there is none."""
+
+leading_zeros: Callable[[Any], Any] = _made(_leading_zeros)
+"""How far the highest bit that is set in a uint64 is from bit 63; 64 if there is none."""
 
 population: Callable[[Any], Any] = _made(_population)
 """Number of bits that are set in a uint64."""

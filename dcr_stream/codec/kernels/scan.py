@@ -1,79 +1,217 @@
-"""Compiled form of ``dcr_stream.codec.scan``."""
+"""Compiled forms of ``dcr_stream.codec.scan``."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dcr_stream.canonical import Indices, Words
-from dcr_stream.codec.kernels.lanes import LANES, Number, differing, jit, population, readable, trailing_zeros
+from dcr_stream.canonical import Bytes, Words
+from dcr_stream.codec.kernels.lanes import (
+    LANES,
+    Number,
+    any_differs,
+    copy_lanes,
+    differing,
+    jit,
+    leading_zeros,
+    population,
+    readable,
+    subtract_lanes,
+    trailing_zeros,
+)
 
-__all__ = ["scan"]
+__all__ = ["sample", "scan_bits", "scan_gaps", "subtract"]
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
+_THREE = np.uint64(3)
 _ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_FOUR = np.uint64(4 * LANES)
+_QUIET = 4  # masks without a change after which four blocks are compared at a time
+_LANES, _LAST = np.uint64(LANES), np.uint64(LANES - 1)
+_ESCAPE = np.uint64(255)
+_SAMPLES, _SAMPLE = 16, 64
 
 
-def scan(
-    live: Words, known: Words, begin: int, start: int, positions: Indices, differences: Words, old: Words, filled: int
-) -> tuple[int, int]:
-    """See :func:`dcr_stream.codec.scan.scan`."""
-    if live.size != known.size or not positions.size == differences.size == old.size:
-        raise IndexError("blocks to scan, and arrays for what is found, must be equally long")
-    taken, done = _scan(readable(live), readable(known), begin, start, positions, differences, old, filled)
-    return int(taken), int(done)
+def sample(live: Words, known: Words) -> float:
+    """See :func:`dcr_stream.codec.scan.sample`."""
+    _require_equal(live, known)
+    differ, seen = _sample(readable(live), readable(known))
+    return float(differ) / max(int(seen), 1)
+
+
+def scan_gaps(
+    live: Words,
+    known: Words,
+    begin: int,
+    start: int,
+    high: Bytes,
+    differences: Words,
+    old: Words,
+    filled: int,
+    escapes: int,
+    previous: int,
+) -> tuple[int, int, int, int]:
+    """See :func:`dcr_stream.codec.scan.scan_gaps`."""
+    _require_equal(live, known)
+    reach = start + live.size - previous
+    if differences.size != old.size or high.size < differences.size + escapes + reach // 255:
+        raise IndexError(f"{high.size} gaps, {differences.size} differences and {old.size} old words are no room")
+    filled, escapes, previous, done = _scan_gaps(
+        readable(live), readable(known), begin, start, high, differences, old, filled, escapes, previous
+    )
+    return int(filled), int(escapes), int(previous), int(done)
+
+
+def scan_bits(live: Words, known: Words, bitmap: Bytes, differences: Words, old: Words, filled: int) -> int:
+    """See :func:`dcr_stream.codec.scan.scan_bits`."""
+    _require_equal(live, known)
+    if bitmap.size < (live.size + 7) // 8 or min(differences.size, old.size) < filled + live.size:
+        raise IndexError(f"{bitmap.size} bytes and {differences.size} differences are no room for {live.size} elements")
+    return int(_scan_bits(readable(live), readable(known), bitmap, differences, old, filled))
+
+
+def subtract(live: Words, known: Words, differences: Words) -> bool:
+    """See :func:`dcr_stream.codec.scan.subtract`."""
+    _require_equal(live, known)
+    if differences.size != live.size:
+        raise IndexError(f"{differences.size} differences are no room for {live.size} elements")
+    return bool(_subtract(readable(live), readable(known), differences))
+
+
+def _require_equal(live: Words, known: Words) -> None:
+    if live.size != known.size:
+        raise IndexError("blocks to scan must be equally long")
 
 
 @jit
-def _scan(
+def _sample(live: Words, known: Words) -> Number:
+    step = max(live.size // _SAMPLES, _SAMPLE)
+    seen = differ = np.int64(0)
+    for lo in range(0, live.size, step):
+        one, other = live[lo : lo + _SAMPLE], known[lo : lo + _SAMPLE]
+        for i in range(one.size):
+            differ += one[i] != other[i]
+        seen += one.size
+    return differ, seen
+
+
+@jit
+def _scan_gaps(
     live: Words,
     known: Words,
     begin: Number,
     start: Number,
-    positions: Indices,
+    high: Bytes,
     differences: Words,
     old: Words,
     filled: Number,
+    escapes: Number,
+    previous: Number,
 ) -> Number:
-    n = live.size
-    k = filled
-    t = begin
+    n, room = np.uint64(live.size), np.uint64(differences.size)
+    t, k, g = np.uint64(begin), np.uint64(filled), np.uint64(filled + escapes)
+    quiet = 0
+    after = np.uint64(previous + 1 - start)  # where the next gap begins, as an index of this block, modulo 2^64
     # An empty mask has its first bit at 64: the element after a block must exist, so the last block is done singly.
-    while t + LANES < n:
-        if k + LANES > positions.size:
-            return k, t
+    while t + _LANES < n:
         mask = differing(live, known, t)
-        if mask == _ALL:
-            for i in range(LANES):
-                positions[k + i] = start + t + i
-                old[k + i] = known[t + i]
-                differences[k + i] = live[t + i] - known[t + i]
-            k += LANES
-        elif mask != _NONE:
-            end = k + population(mask)
+        if mask == _NONE:
+            quiet += 1
+            if quiet > _QUIET:
+                while t + _LANES + _FOUR < n and not any_differs(live, known, t + _LANES):
+                    t += _FOUR
+        else:
+            quiet = 0
+            if k + _LANES > room:
+                return k, g - k, np.int64(after) + start - 1, t
+            end, last = k + population(mask), t + _LAST - leading_zeros(mask)
+            # Only the first gap reaches out of the block, so it alone can need escapes.
+            first = t + trailing_zeros(mask)
+            while first - after >= _ESCAPE:
+                high[g] = 255
+                g += _ONE
+                after += _ESCAPE
+            g -= k
             for _ in range(4):
                 p = t + trailing_zeros(mask)
                 mask &= mask - _ONE
-                positions[k] = start + p
+                high[g + k] = np.uint8(p - after)
+                after = p + _ONE
                 old[k] = known[p]
                 differences[k] = live[p] - known[p]
-                k += 1
+                k += _ONE
             while mask != _NONE:
                 p = t + trailing_zeros(mask)
                 mask &= mask - _ONE
-                positions[k] = start + p
+                high[g + k] = np.uint8(p - after)
+                after = p + _ONE
                 old[k] = known[p]
                 differences[k] = live[p] - known[p]
-                k += 1
-            k = end
-        t += LANES
+                k += _ONE
+            k, after = end, last + _ONE
+            g += k
+        t += _LANES
     while t < n:
-        if k == positions.size:
-            return k, t
+        if k == room:
+            return k, g - k, np.int64(after) + start - 1, t
         if live[t] != known[t]:
-            positions[k] = start + t
+            while t - after >= _ESCAPE:
+                high[g] = 255
+                g += _ONE
+                after += _ESCAPE
+            high[g] = np.uint8(t - after)
+            after = t + _ONE
             old[k] = known[t]
             differences[k] = live[t] - known[t]
-            k += 1
-        t += 1
-    return k, n
+            k += _ONE
+            g += _ONE
+        t += _ONE
+    return k, g - k, np.int64(after) + start - 1, n
+
+
+@jit
+def _scan_bits(live: Words, known: Words, bitmap: Bytes, differences: Words, old: Words, filled: Number) -> Number:
+    n = np.uint64(live.size)
+    t, k = np.uint64(0), np.uint64(filled)
+    while t + _LANES < n:
+        mask = differing(live, known, t)
+        for i in range(8):
+            bitmap[(t >> _THREE) + np.uint64(i)] = np.uint8(mask >> np.uint64(8 * i))
+        if mask == _ALL:
+            copy_lanes(old, k, known, t)
+            subtract_lanes(differences, k, live, known, t)
+            k += _LANES
+        else:
+            end = k + population(mask)
+            while k < end:
+                # Steps beyond the last bit write what the next block overwrites.
+                for _ in range(4):
+                    p = t + trailing_zeros(mask)
+                    mask &= mask - _ONE
+                    old[k] = known[p]
+                    differences[k] = live[p] - known[p]
+                    k += _ONE
+            k = end
+        t += _LANES
+    while t < n:
+        byte = _NONE
+        for i in range(8):
+            p = t + np.uint64(i)
+            if p < n and live[p] != known[p]:
+                byte |= _ONE << np.uint64(i)
+                old[k] = known[p]
+                differences[k] = live[p] - known[p]
+                k += _ONE
+        bitmap[t >> _THREE] = np.uint8(byte)
+        t += np.uint64(8)
+    return k
+
+
+@jit
+def _subtract(live: Words, known: Words, differences: Words) -> Number:
+    equal = np.int64(0)
+    for i in range(live.size):
+        difference = live.dtype.type(live[i] - known[i])
+        equal += difference == 0
+        differences[i] = difference
+    return equal == 0

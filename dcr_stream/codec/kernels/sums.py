@@ -8,7 +8,7 @@ from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.kernels.lanes import Number, jit, readable
 from dcr_stream.messages import Sum
 
-__all__ = ["change", "lane", "lanes", "mix"]
+__all__ = ["before_after", "lane", "lanes", "mix"]
 
 _INDEX = (np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD134_2543_DE82_EF95))
 _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
@@ -25,10 +25,11 @@ def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
     return int(first), int(second)
 
 
-def change(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> Sum:
-    """See :func:`dcr_stream.codec.digest.change`."""
-    first, second = _change(np.uint64(key), readable(flat), readable(old), readable(differences), offset)
-    return int(first), int(second)
+def before_after(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
+    """See :func:`dcr_stream.codec.digest.before_after`."""
+    sums = _before_after(np.uint64(key), readable(flat), readable(old), readable(differences), offset)
+    before, other_before, after, other_after = (int(each) for each in sums)
+    return (before, other_before), (after, other_after)
 
 
 @jit
@@ -58,10 +59,12 @@ def _lanes(key: Number, flat: Indices, bits: Words, offset: Number) -> Number:
 
 
 @jit
-def _change(key: Number, flat: Indices, old: Words, differences: Words, offset: Number) -> Number:
-    first = second = np.uint64(0)
+def _before_after(key: Number, flat: Indices, old: Words, differences: Words, offset: Number) -> Number:
+    before = other_before = after = other_after = np.uint64(0)
     for i in range(flat.size):
         new = old.dtype.type(old[i] + differences[i])
-        first += mix(0, key, flat[i] + offset, new) - mix(0, key, flat[i] + offset, old[i])
-        second += mix(1, key, flat[i] + offset, new) - mix(1, key, flat[i] + offset, old[i])
-    return first, second
+        before += mix(0, key, flat[i] + offset, old[i])
+        other_before += mix(1, key, flat[i] + offset, old[i])
+        after += mix(0, key, flat[i] + offset, new)
+        other_after += mix(1, key, flat[i] + offset, new)
+    return before, other_before, after, other_after
