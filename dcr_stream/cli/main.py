@@ -1,7 +1,7 @@
 """Commands of ``dcr-stream``.
 
-Exit status: 0 as asked; 1 a comparison found differences; 2 wrong use, or an error that names its way out; 130
-interrupted.
+Exit status: 0 as asked; 1 a comparison found differences, or ``doctor`` something that does not work; 2 wrong use, or
+an error that names its way out; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -116,6 +116,20 @@ def coordinator(
         insecure_plaintext=insecure_plaintext,
         as_json=as_json,
     )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say whether this machine and installation are ready: packages, kernels, CUDA, transports, memory.
+
+    Compiles the kernels, or loads them where an earlier process has compiled them, and checks them against numpy. The
+    exit status is 1 if something does not work; what only costs time is a warning.
+
+    Example: dcr-stream doctor --json
+    """
+    from dcr_stream.cli.doctor_command import run_doctor_command
+
+    raise typer.Exit(run_doctor_command(as_json=as_json))
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from dcr_stream.cli.demo.trainers import StepDone, state_path
 from dcr_stream.cli.demo.verdict import Given, RefitRow, Responses, judge_responses, make_rows, show
 from dcr_stream.cli.demo.watch import Times
 from dcr_stream.cli.demo.world import LAYOUTS, RUN, ProcessWorld, World, new_secret
+from dcr_stream.codec import warm_up as warm_up_kernels
 from dcr_stream.commit import SqliteCommitStore
 from dcr_stream.control import MemoryNetwork
 from dcr_stream.coordinator import CoordinatorSettings
@@ -44,6 +45,8 @@ __all__ = ["DemoResult", "DemoRun", "judge", "run_demo"]
 
 _REPAIR_S = 60.0
 _BETWEEN_REQUESTS_S = 0.03
+_SILENT_S = 1.0
+_WIDTHS = (2, 8)  # weights, and position ids
 
 
 @dataclass
@@ -100,6 +103,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         if options.transport is None:
             (folder / "payloads").mkdir()
         requests = request_tokens(await anyio.to_thread.run_sync(load_tokenizer))
+        await _have_kernels(progress)
         run = DemoRun(options, folder, progress, requests)
         async with (
             _coordinator(options, url, folder, secret, network) as coordinator,
@@ -124,6 +128,21 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             shutil.copytree(folder, options.keep, dirs_exist_ok=True)
     show(result.rows, console)
     return result
+
+
+async def _have_kernels(progress: Progress) -> None:
+    """Compile once what all processes would compile at the same time; told if it takes long enough to wonder."""
+    task = progress.add_task("kernels: compiling", total=None, visible=False)
+
+    async def tell() -> None:
+        await anyio.sleep(_SILENT_S)
+        progress.update(task, visible=True)
+
+    async with task_group() as tasks:
+        tasks.start_soon(tell)
+        done = await anyio.to_thread.run_sync(warm_up_kernels, _WIDTHS)
+        tasks.cancel_scope.cancel()
+    progress.update(task, description=f"kernels: {done.compiled} compiled, {done.loaded} loaded", total=1, completed=1)
 
 
 async def _check_transport(url: str, in_process: bool) -> None:

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, get_args
 
 from typing_extensions import ParamSpec, TypeVar
 
 from dcr_stream.errors import UsageError
 
-__all__ = ["VARIABLE", "Implementation", "Kernel", "implementation", "kernel", "using"]
+__all__ = ["VARIABLE", "Forms", "Implementation", "Kernel", "compiled_forms", "implementation", "kernel", "using"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +78,34 @@ def kernel(module: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
         return made
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """Compiled forms (a function for certain dtypes) that this process holds, and where numba keeps them.
+
+    ``compiled`` were compiled here, ``loaded`` were found on disk in ``folder``; None where no folder can be written.
+    """
+
+    compiled: int
+    loaded: int
+    folder: str | None
+
+
+def compiled_forms() -> Forms:
+    """What numba says of the compiled functions of all kernels, those that only others call included.
+
+    Imports numba and every module of compiled kernels, and compiles nothing.
+    """
+    is_jitted: Callable[[object], bool] = importlib.import_module("numba.extending").is_jitted
+    modules = {sys.modules[each.compiled.__module__] for each in _kernels}
+    found: dict[int, Any] = {id(f): f for module in modules for f in vars(module).values() if is_jitted(f)}
+    stats = [dispatcher.stats for dispatcher in found.values()]
+    return Forms(
+        compiled=sum(each.cache_misses.total() for each in stats),
+        loaded=sum(each.cache_hits.total() for each in stats),
+        folder=next((each.cache_path for each in stats), None),
+    )
 
 
 def implementation() -> Implementation:
