@@ -162,8 +162,7 @@ def _kernels(without_numba: str | None, findings: list[Finding]) -> Kernels | No
     except Exception as error:
         fault = _told(error)
     if fault is not None:
-        # numba compiles again when the file of a kernel changes, but not when one that the kernel uses does.
-        stale = f"remove {folder}, which may hold code of another release, or " if folder is not None else ""
+        stale = f"remove {folder}, whose content may be damaged, or " if folder is not None else ""
         way_out = f"{stale}set {VARIABLE}=numpy to go on without" if chosen == "numba" else "install numpy again"
         findings.append(_error(f"the {chosen} kernels do not work: {fault}; {way_out}"))
     if warm is None:
