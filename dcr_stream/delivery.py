@@ -251,7 +251,7 @@ class Delivery:
             self.digest_sum = (self.digest_sum + item.digest) & _MASK
             if self.dense or item.tensor in self._whole:
                 decoded = decode_item(item, columns)
-                found = elements_sum(item.tensor, item.region, decoded.positions, decoded.values)
+                found = elements_sum(item.tensor, item.region, decoded.positions, decoded.values.__getitem__)
                 if found != item.digest:
                     name = self._directory[item.tensor].name
                     raise MalformedPayload(f"tensor {name!r} does not add up to the sum that its owner declared")

@@ -234,10 +234,9 @@ class Record:
         """Host bytes held."""
         return self.positions.nbytes + self.differences.nbytes + self.old.nbytes
 
-    @property
-    def new(self) -> Words:
-        """The bits at version v+1."""
-        return np.add(self.old, self.differences, dtype=self.old.dtype)
+    def new(self, some: slice = slice(None)) -> Words:
+        """The bits at version v+1, of all elements or of some."""
+        return np.add(self.old[some], self.differences[some], dtype=self.old.dtype)
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):

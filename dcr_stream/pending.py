@@ -15,9 +15,9 @@ import blake3
 import numpy as np
 
 from dcr_stream.canonical import Region, Words
-from dcr_stream.codec.boxes import add_at, located
+from dcr_stream.codec.boxes import add_at, located, placed
 from dcr_stream.codec.digest import add_sums, change_sum, state_change, sub_sums
-from dcr_stream.codec.positions import position_fault
+from dcr_stream.codec.positions import blocks, position_fault
 from dcr_stream.delta import Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
@@ -102,10 +102,8 @@ class PendingSet:
             positions, high=_own(positions.high), low=_own(positions.low), bitmap=_own(positions.bitmap)
         )
         differences, old = _own(record.differences), _own(record.old)
-        record = replace(record, positions=positions, differences=differences, old=old, digest=self._account(record))
-        key = baseline_key(record)
-        for indices, offset, some in located(_home(record), positions):
-            self._total += change_sum(key, indices, differences[some], offset)
+        record = replace(record, positions=positions, differences=differences, old=old)
+        record = replace(record, digest=self._account(record))
         self._hash.update(
             f"{record.name}\0{record.tensor}\0{record.task}\0{record.start}\0{record.region}\0"
             f"{count}\0{positions.mode}\0{positions.shift}\0".encode()
@@ -115,26 +113,32 @@ class PendingSet:
             self._hash.update(array.data.cast("B"))
         held = _Held(record, old.dtype)
         self._held.append(held)
-        self._by_key.setdefault(key, []).append(held)
+        self._by_key.setdefault(baseline_key(record), []).append(held)
         if self.memory_bytes + record.nbytes > self._limit:
             held.sizes = tuple(array.nbytes for array in arrays)
             held.offset = self._spill.append(array.data.cast("B") for array in arrays)
-            held.record = _with_arrays(record, [array[:0] for array in arrays])
+            held.record = _with_arrays(record, [np.empty(0, array.dtype) for array in arrays])
         else:
             self.memory_bytes += record.nbytes
 
     def _account(self, record: Record) -> int | None:
-        """Add to counts and state sums; returns the record's digest if it can be sent."""
+        """Add to counts and sums; returns the record's digest if it can be sent."""
+        tensor, key, home, digest = record.tensor, baseline_key(record), _home(record), 0
+        change = self.state_change.get(tensor, (0, 0)) if tensor is not None else (0, 0)
+        for indices, some in blocks(record.positions):
+            differences, old = record.differences[some], record.old[some]
+            at, offset = placed(home, indices)
+            self._total += change_sum(key, at, differences, offset)
+            if tensor is not None:
+                at, offset = placed(record.region, indices)
+                before, after = state_change(tensor, at, old, differences, offset)
+                digest += after[0]
+                change = add_sums(change, sub_sums(after, before))
         self._elements += record.positions.count
-        if record.tensor is None:
+        if tensor is None:
             return None
         self.sent_elements += record.positions.count
-        digest, change = 0, self.state_change.get(record.tensor, (0, 0))
-        for indices, offset, some in located(record.region, record.positions):
-            before, after = state_change(record.tensor, indices, record.old[some], record.differences[some], offset)
-            digest += after[0]
-            change = add_sums(change, sub_sums(after, before))
-        self.state_change[record.tensor] = change
+        self.state_change[tensor] = change
         return digest & _MASK
 
     def close(self, tally: Tally) -> None:

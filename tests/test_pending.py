@@ -80,9 +80,9 @@ def test_records_and_trackers_come_out_of_memory_and_spill_file_alike(width: int
         np.testing.assert_array_equal(record.old, original.old)
         flat = REGION.flat(decode_positions(original.positions))
         gained = sub_sums(
-            state_sums(original.tensor or 0, flat, original.new), state_sums(original.tensor or 0, flat, original.old)
+            state_sums(original.tensor or 0, flat, original.new()), state_sums(original.tensor or 0, flat, original.old)
         )
-        assert record.digest == state_sums(original.tensor or 0, flat, original.new)[0]
+        assert record.digest == state_sums(original.tensor or 0, flat, original.new())[0]
         assert pending.state_change[original.tensor or 0] == gained
     some = trackers.tasks["w"][1500:2500].copy() - trackers.tasks["w"][1500:2500]
     pending.add_differences("w", 1500, some)

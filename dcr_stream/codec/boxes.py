@@ -17,7 +17,7 @@ from dcr_stream.codec.positions import blocks
 from dcr_stream.delta import EntryMode, Positions
 from dcr_stream.errors import UsageError
 
-__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "sum_box", "write_box"]
+__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "placed", "sum_box", "write_box"]
 
 
 def combine(mode: EntryMode, old: Words, values: Words) -> Words:
@@ -51,10 +51,12 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
 def located(region: Region, positions: Positions) -> Iterator[tuple[Indices, int, slice]]:
     """Where positions of a region lie, block by block: indices, what is to be added to each, and which elements."""
     for indices, some in blocks(positions):
-        if region.contiguous:
-            yield indices, region.offset, some
-        else:
-            yield flat_indices(region, indices), 0, some
+        yield *placed(region, indices), some
+
+
+def placed(region: Region, indices: Indices) -> tuple[Indices, int]:
+    """Where indices of a region lie, and what is to be added to each. Copies nothing in a plain run."""
+    return (indices, region.offset) if region.contiguous else (flat_indices(region, indices), 0)
 
 
 @kernel("boxes")

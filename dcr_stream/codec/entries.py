@@ -20,7 +20,7 @@ stride than all smaller ones together can reach. Otherwise ``add`` would be appl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -112,11 +112,11 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
     return Entry(item, columns)
 
 
-def elements_sum(tensor: int, region: Region, positions: Positions, bits: Words) -> int:
-    """State sum over the elements of a region whose words are ``bits``: what an item's digest is."""
+def elements_sum(tensor: int, region: Region, positions: Positions, bits: Callable[[slice], Words]) -> int:
+    """State sum over elements of a region, whose words ``bits`` hands out: what an item's digest is."""
     total = 0
     for indices, offset, some in located(region, positions):
-        total += state_sum(tensor, indices, bits[some], offset)
+        total += state_sum(tensor, indices, bits(some), offset)
     return total & _MASK
 
 
@@ -254,7 +254,7 @@ def _positions(item: Item, arrays: Sequence[Bytes]) -> Positions:
 def _values(record: Record, mode: EntryMode) -> Words:
     if mode == "add":
         return record.differences
-    return record.old ^ record.new if mode == "xor" else record.new
+    return record.old ^ record.new() if mode == "xor" else record.new()
 
 
 def _split_planes(values: Words) -> list[Bytes]:

@@ -62,7 +62,7 @@ def make() -> tuple[bytes, list[Words], list[Words]]:
             spec.name, tensor, region, encode_positions(positions, region.count), differences, old[flat], spec.name
         )
         new = old.copy()
-        new[flat] = record.new
+        new[flat] = record.new()
         entries.append(encode_record(record, mode))
         before.append(old)
         after.append(new)

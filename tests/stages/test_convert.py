@@ -76,8 +76,8 @@ def test_only_changed_bits_of_residual_tensors_pass_on() -> None:
         0: [7],
         2: [4, 7],
     }
-    assert sent[0].new.tolist() == [4]
-    assert sent[2].new.tolist() == [9, 15]
+    assert sent[0].new().tolist() == [4]
+    assert sent[2].new().tolist() == [9, 15]
     assert sent[2].old.tolist() == [8, 14]
     for record in sent.values():
         assert record.task is None
@@ -91,7 +91,7 @@ def test_source_changes_are_kept_for_advancing_and_never_sent() -> None:
     assert all(record.tensor is None for record in records)
     advanced = halves.old["a"].copy()
     for record in records:
-        advanced[record.start + decode_positions(record.positions)] = record.new
+        advanced[record.start + decode_positions(record.positions)] = record.new()
     assert (advanced == halves.new["a"]).all()
 
 

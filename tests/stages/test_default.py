@@ -69,10 +69,10 @@ def test_receivers_and_trackers_end_at_exactly_the_live_bits() -> None:
 
     for record in pending:
         if record.task is not None:
-            rank.trackers.tasks[record.task][record.start + decode_positions(record.positions)] = record.new
+            rank.trackers.tasks[record.task][record.start + decode_positions(record.positions)] = record.new()
         else:
             assert record.tensor is not None
-            rank.trackers.residual[record.tensor][record.region.flat(decode_positions(record.positions))] = record.new
+            rank.trackers.residual[record.tensor][record.region.flat(decode_positions(record.positions))] = record.new()
     assert all((rank.trackers[key] == rank.live[key]).all() for key in rank.trackers)
     assert run(capture, rank.shards()) == []
 

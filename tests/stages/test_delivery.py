@@ -73,7 +73,7 @@ def test_what_was_recorded_is_read_back(seed: int, entries: Entries, max_bytes: 
     for record, (item, columns) in zip(sent, read, strict=True):
         decoded = decode_item(item, columns)
         assert (decode_positions(decoded.positions) == decode_positions(record.positions)).all()
-        assert (combine(item.mode, record.old, decoded.values) == record.new).all()
+        assert (combine(item.mode, record.old, decoded.values) == record.new()).all()
 
 
 @pytest.mark.parametrize(

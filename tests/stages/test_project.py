@@ -61,7 +61,7 @@ def test_records_equal_an_element_by_element_lookup(
         assert record.task == "w"
         local = record.start + positions
         assert (record.old == old[local]).all()
-        assert (record.new == new[local]).all()
+        assert (record.new() == new[local]).all()
         flats = record.region.flat(positions).tolist()
         for i, flat in zip(local.tolist(), flats, strict=True):
             assert i not in seen

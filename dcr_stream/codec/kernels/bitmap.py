@@ -12,6 +12,7 @@ __all__ = ["ascends", "count_bitmap", "decode_bitmap", "encode_bitmap"]
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
+_SPARE = 4  # indices that may be written beyond the last
 
 
 def ascends(positions: Indices) -> bool:
@@ -33,9 +34,9 @@ def count_bitmap(bitmap: Bytes) -> int:
 
 def decode_bitmap(bitmap: Bytes, count: int) -> Indices:
     """See :func:`dcr_stream.codec.bitmap.decode_bitmap`."""
-    positions = np.empty(count, np.int64)
+    positions = np.empty(count + _SPARE, np.int64)
     _decode(_masks(bitmap), positions)
-    return positions
+    return positions[:count]
 
 
 def _masks(bitmap: Bytes) -> NDArray[np.uint64]:
@@ -78,10 +79,14 @@ def _count(masks: NDArray[np.uint64]) -> Number:
 
 @jit
 def _decode(masks: NDArray[np.uint64], positions: Indices) -> None:
-    k = 0
+    k = _NONE
     for i in range(masks.size):
         mask = masks[i]
-        while mask != _NONE:
-            positions[k] = i * LANES + np.int64(trailing_zeros(mask))
-            mask &= mask - _ONE
-            k += 1
+        end = k + population(mask)
+        while k < end:
+            # Steps beyond the last bit write what the next mask overwrites, or what nobody reads.
+            for _ in range(4):
+                positions[k] = i * LANES + np.int64(trailing_zeros(mask))
+                mask &= mask - _ONE
+                k += _ONE
+        k = end
