@@ -1,11 +1,16 @@
 """How near are coding and applying changes to the speed of memory and to the entropy of the changes?
 
-One process, one thread unless said, medians; ratios only. The *limit* is reading both versions of the weights once.
+One process, one thread unless said; ratios only, each within a repeat, and the median of those. The *limit* is reading
+both versions of the weights once.
 
 - ``encode_share_R``: time of the limit over the time to find the changes (without writing the tracker), code them as
   ``add`` and frame them, for R % of stored words changed by the paper's recipe (``3``: exactly), by a real AdamW step
   (``real``), not at all (``zero``), or nearly everywhere (``30``, ``100``; differences of the real step).
-- ``capture_share_3``: the same for scanning and keeping the pending set, with all its sums.
+  ``3_u8``, ``3_u32`` and ``3_u64``: 3 % of elements of other widths. Digests are not part of it: they are made once,
+  at capture, for every attempt.
+- ``owner_share_R``: the same for all that an owner does for one attempt: scan, tally, pending set with state sums and
+  digests, code, frame.
+- ``capture_share_3``: the part of it that is done once for all attempts.
 - ``advance_share``: the same for advancing the tracker from the pending set at 3 %.
 - ``entropy_ratio``: payload bytes per changed element over H(gap) + H(d), worst of 1, 3, 5 % and real;
   ``entropy_ratio_rare``: at 0.1 %.
@@ -23,16 +28,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 import torch
 import zstandard
+from numpy.typing import NDArray
 
 from bench._changes import noisy, paper_recipe, real_trace, with_rate
 from bench._codecs import Scratch, dense, indexed, overwrite, paper, read_both
 from bench._report import Figures, Targets, report
-from dcr_stream.canonical import Region, Words
+from dcr_stream.canonical import Region, Words, word_dtype
 from dcr_stream.codec import (
     COLUMNS,
     decode_item,
@@ -44,11 +49,11 @@ from dcr_stream.codec import (
     warm_up,
 )
 from dcr_stream.codec.boxes import add_at, located
-from dcr_stream.delta import Bucket, CodedBucket, Entry, Item, Record, Trackers
+from dcr_stream.delta import Bucket, CodedBucket, Entry, Item, Record, Tally, Trackers
 from dcr_stream.loaders import StateDictLoader, apply_item
 from dcr_stream.messages import Attempt, PayloadId
 from dcr_stream.pending import PendingSet
-from dcr_stream.stages.compare import changed_elements
+from dcr_stream.stages.compare import changed_elements, tallied
 from dcr_stream.trace import Box, PlacementPlan, StorageMap
 
 TARGETS: Targets = {
@@ -106,16 +111,33 @@ def records_of(tensor: int, old: Words, new: Words) -> Iterator[Record]:
         yield Record("w", tensor, Region.run(lo, hi - lo), *found, f"w{tensor}", lo)
 
 
+def wide(weights: Weights, width: int) -> Weights:
+    """As many bytes in elements of another width, of which as large a share changed."""
+    dtype = word_dtype(width)
+    olds = [old.view(dtype) for old in weights.old]
+    rng = np.random.default_rng(width)
+    news = []
+    for old in olds:
+        new = old.copy()
+        new[np.flatnonzero(rng.random(old.size, np.float32) < 0.03)] += 1
+        news.append(new)
+    return Weights(olds, news)
+
+
 def in_tensors(old: Words, new: Words) -> Weights:
     """Cut into tensors."""
     cuts = range(TENSOR, old.size, TENSOR)
     return Weights(np.split(old, list(cuts)), np.split(new, list(cuts)))
 
 
+def framed(records: Iterable[Record]) -> CodedBucket:
+    """Records as one framed bucket."""
+    return frame_bucket(bucket_of([encode_record(record, "add") for record in records if record.positions.count]))
+
+
 def coded(records: Iterable[Record]) -> CodedBucket:
-    """Records as one framed bucket. Their digests are the pending set's, so none is computed here."""
-    entries = [encode_record(replace(record, digest=0), "add") for record in records if record.positions.count]
-    return frame_bucket(bucket_of(entries))
+    """The same without digests, which are the pending set's and not made by encoding."""
+    return framed(replace(record, digest=0) for record in records)
 
 
 def bucket_of(entries: list[Entry]) -> Bucket:
@@ -144,21 +166,30 @@ def _entropy(symbols: Words) -> float:
     return float(-(p * np.log2(p)).sum())
 
 
+Seconds = NDArray[np.float64]
+"""Of each repeat."""
+
+
 class Timer:
-    """Medians of interleaved repeats, so that what else the machine does meets all contenders alike."""
+    """Interleaved repeats, so that what else the machine does meets all contenders alike."""
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
 
-    def __call__(self, *run: Callable[[], object]) -> list[float]:
-        """Median seconds of each."""
+    def __call__(self, *run: Callable[[], object]) -> list[Seconds]:
+        """Time each, after a repeat that does not count."""
         times: list[list[float]] = [[] for _ in run]
         for _ in range(self._repeats + 1):
             for one, found in zip(run, times, strict=True):
                 started = time.perf_counter()
                 one()
                 found.append(time.perf_counter() - started)
-        return [median(found[1:]) for found in times]
+        return [np.array(found[1:]) for found in times]
+
+
+def middle(ratios: Seconds) -> float:
+    """Median over the repeats of a ratio within each."""
+    return float(np.median(ratios))
 
 
 def on_two_threads(run: Callable[[int, int], object], tensors: int) -> None:
@@ -171,7 +202,7 @@ def on_two_threads(run: Callable[[int, int], object], tensors: int) -> None:
 
 
 def encoding(weights: Weights, timer: Timer) -> dict[str, float]:
-    """Share of the limit, gain of a second thread, and the paper's codec beside it."""
+    """Shares of the limit, without and with all that an owner does besides; and the gain of a second thread."""
 
     def limit(lo: int = 0, hi: int | None = None) -> None:
         for new, old in list(zip(weights.new, weights.old, strict=True))[lo:hi]:
@@ -181,10 +212,28 @@ def encoding(weights: Weights, timer: Timer) -> dict[str, float]:
         coded(weights.changes(lo, hi))
 
     count = len(weights.old)
-    read, one, read2, two = timer(
-        limit, encode, lambda: on_two_threads(limit, count), lambda: on_two_threads(encode, count)
+    read, one, owner, read2, two = timer(
+        limit,
+        encode,
+        lambda: framed(captured(weights).records(relative=True)),
+        lambda: on_two_threads(limit, count),
+        lambda: on_two_threads(encode, count),
     )
-    return {"share": read / one, "scaling": (one / two) / (read / read2), "seconds": one, "limit": read}
+    return {
+        "encode_share": middle(read / one),
+        "owner_share": middle(read / owner),
+        "two_thread_scaling": middle((one / two) / (read / read2)),
+    }
+
+
+def captured(weights: Weights) -> PendingSet:
+    """The pending set of a capture, with all sums."""
+    pending, tally = PendingSet(), Tally()
+    for record in weights.changes():
+        tallied(tally, f"w{record.tensor}", record.region, record.positions, record.differences)
+        pending.add(record)
+    pending.close(tally)
+    return pending
 
 
 Coded = list[tuple[Item, tuple[bytes | memoryview, ...]]]
@@ -227,8 +276,8 @@ class Target:
         """Decode and apply, without any sums."""
         for item, columns in entries:
             decoded = decode_item(item, columns)
-            for indices, offset, some in located(item.region, decoded.positions):
-                add_at(self.words[item.tensor], indices, decoded.values[some], offset)
+            for at, some in located(item.region, decoded.positions):
+                add_at(self.words[item.tensor], at, decoded.values[some])
 
 
 def applying(weights: Weights, timer: Timer) -> dict[str, float]:
@@ -245,7 +294,7 @@ def applying(weights: Weights, timer: Timer) -> dict[str, float]:
     for words, new in zip(target.words, weights.new, strict=True):
         np.testing.assert_array_equal(words, new)
     sums, blind, through = timer(lambda: target.apply(entries), lambda: target.apply_blindly(entries), scratch)
-    return {"scratch": sums / through, "digests": sums / blind}
+    return {"scratch": middle(sums / through), "digests": middle(sums / blind)}
 
 
 def pending_shares(weights: Weights, timer: Timer) -> dict[str, float]:
@@ -255,17 +304,11 @@ def pending_shares(weights: Weights, timer: Timer) -> dict[str, float]:
         for new, old in zip(weights.new, weights.old, strict=True):
             read_both(new, old)
 
-    def capture() -> PendingSet:
-        pending = PendingSet()
-        for record in weights.changes():
-            pending.add(record)
-        return pending
-
-    pending = capture()
+    pending = captured(weights)
     trackers = Trackers()
     trackers.tasks.update({f"w{i}": words.copy() for i, words in enumerate(weights.old)})
-    read, captured, advanced = timer(limit, capture, lambda: pending.advance(trackers))
-    return {"capture": read / captured, "advance": read / advanced}
+    read, capture, advance = timer(limit, lambda: captured(weights), lambda: pending.advance(trackers))
+    return {"capture_share_3": middle(read / capture), "advance_share": middle(read / advance)}
 
 
 def table2(amplitude: float, elements: int = 20_000_000) -> tuple[float, float]:
@@ -300,18 +343,23 @@ def measure(quick: bool) -> Figures:
         return Weights(old, [with_rate(words, drawn, rate / 100, i) for i, words in enumerate(old)])
 
     figures: dict[str, float] = {}
-    at3 = encoding(exact[3], timer)
-    figures["encode_share_3"] = at3["share"]
-    figures["encode_share_real"] = encoding(real, timer)["share"]
-    figures["encode_share_zero"] = encoding(Weights(old, [words.copy() for words in old]), timer)["share"]
-    for rate in (0.1, 1, 5):
-        figures[f"encode_share_{rate:g}".replace(".", "_")] = encoding(exact[rate], timer)["share"]
-    for rate in (30, 100):
-        figures[f"encode_share_{rate}"] = encoding(varied(rate), timer)["share"]
-    figures["two_thread_scaling"] = at3["scaling"]
-    shares = pending_shares(exact[3], timer)
-    figures["capture_share_3"] = shares["capture"]
-    figures["advance_share"] = shares["advance"]
+    encoded = {
+        "3": exact[3],
+        "real": real,
+        "zero": Weights(old, [words.copy() for words in old]),
+        "0_1": exact[0.1],
+        "1": exact[1],
+        "5": exact[5],
+        "30": varied(30),
+        "100": varied(100),
+        **{f"3_u{8 * width}": wide(exact[3], width) for width in (1, 4, 8)},
+    }
+    for name, weights in encoded.items():
+        found = encoding(weights, timer)
+        figures[f"encode_share_{name}"], figures[f"owner_share_{name}"] = found["encode_share"], found["owner_share"]
+        if name == "3":
+            figures["two_thread_scaling"] = found["two_thread_scaling"]
+    figures.update(pending_shares(exact[3], timer))
 
     inputs: dict[str, Weights] = {**{f"{rate:g}": w for rate, w in exact.items()}, "real": real}
     sizes = {name: payload_bytes(w) for name, w in inputs.items()}
@@ -327,10 +375,10 @@ def measure(quick: bool) -> Figures:
     def run(method: Callable[[Words, Words], int]) -> Callable[[], object]:
         return lambda: [method(new, known) for new, known in zip(exact[3].new, exact[3].old, strict=True)]
 
-    ours_s, *theirs_s = timer(lambda: coded(exact[3].changes()), *(run(method) for method in others))
-    for method, seconds in zip(others, theirs_s, strict=True):
+    ours, *theirs = timer(lambda: coded(exact[3].changes()), *(run(method) for method in others))
+    for method, seconds in zip(others, theirs, strict=True):
         name = "speed_vs_paper_numpy" if method is paper else f"speed_vs_{method.__name__}"
-        figures[name] = seconds / ours_s
+        figures[name] = middle(seconds / ours)
     for rate in (1, 3):
         found = applying(exact[rate], timer)
         figures[f"apply_vs_scratch_{rate}"] = found["scratch"]

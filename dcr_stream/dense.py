@@ -45,8 +45,7 @@ class Assembly:
         if item.tensor not in self._open:
             self._open[item.tensor] = np.empty(spec.numel, word_dtype(spec.width)), np.zeros(spec.numel, np.bool_)
         words, seen = self._open[item.tensor]
-        for indices, offset, some in located(item.region, decoded.positions):
-            flat = indices + offset
+        for flat, some in located(item.region, decoded.positions):
             if seen[flat].any():
                 raise MalformedPayload(f"tensor {spec.name!r}: an element came twice; owners' regions must not overlap")
             words[flat] = decoded.values[some]

@@ -15,9 +15,9 @@ import blake3
 import numpy as np
 
 from dcr_stream.canonical import Region, Words
-from dcr_stream.codec.boxes import add_at, located, placed
+from dcr_stream.codec.boxes import add_at, flat_indices, located
 from dcr_stream.codec.digest import add_sums, change_sum, state_change, sub_sums
-from dcr_stream.codec.positions import blocks, position_fault
+from dcr_stream.codec.positions import position_fault
 from dcr_stream.delta import Record, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
@@ -125,13 +125,12 @@ class PendingSet:
         """Add to counts and sums; returns the record's digest if it can be sent."""
         tensor, key, home, digest = record.tensor, baseline_key(record), _home(record), 0
         change = self.state_change.get(tensor, (0, 0)) if tensor is not None else (0, 0)
-        for indices, some in blocks(record.positions):
+        for at, some in located(home, record.positions):
             differences, old = record.differences[some], record.old[some]
-            at, offset = placed(home, indices)
-            self._total += change_sum(key, at, differences, offset)
+            self._total += change_sum(key, at, differences)
             if tensor is not None:
-                at, offset = placed(record.region, indices)
-                before, after = state_change(tensor, at, old, differences, offset)
+                flat = at if home == record.region else flat_indices(record.region, at - home.offset)
+                before, after = state_change(tensor, flat, old, differences)
                 digest += after[0]
                 change = add_sums(change, sub_sums(after, before))
         self._elements += record.positions.count
@@ -187,8 +186,8 @@ class PendingSet:
         """Add to ``words`` the pending differences of elements ``[first, first + len(words))`` of baseline ``key``."""
         for held in self._by_key.get(key, ()):
             record = self._load(held)
-            for indices, offset, some in located(_home(record), record.positions):
-                where = indices + (offset - first)
+            for at, some in located(_home(record), record.positions):
+                where = at - first
                 inside = (where >= 0) & (where < words.size)
                 words[where[inside]] += record.differences[some][inside]
 
@@ -201,8 +200,8 @@ class PendingSet:
                 target = trackers.residual[record.tensor]
             else:
                 target = trackers.tasks[record.task]
-            for indices, offset, some in located(_home(record), record.positions):
-                add_at(target, indices, record.differences[some], offset)
+            for at, some in located(_home(record), record.positions):
+                add_at(target, at, record.differences[some])
 
     def discard(self) -> None:
         """Release memory and spill file. Idempotent."""

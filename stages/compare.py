@@ -65,8 +65,8 @@ def changed_elements(
 def tallied(tally: Tally, key: str, region: Region, positions: Positions, differences: Words) -> None:
     """Account for changed elements of baseline array ``key``, whose ``positions`` lie in ``region`` of it."""
     total = 0
-    for indices, offset, some in located(region, positions):
-        total += change_sum(key, indices, differences[some], offset)
+    for at, some in located(region, positions):
+        total += change_sum(key, at, differences[some])
     tally.add(positions.count, total)
 
 

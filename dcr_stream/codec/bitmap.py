@@ -12,7 +12,11 @@ import numpy as np
 from dcr_stream.canonical import Bytes, Indices
 from dcr_stream.codec.kernels import kernel
 
-__all__ = ["ascends", "bitmap_fault", "count_bitmap", "decode_bitmap", "encode_bitmap", "suits_bitmap"]
+__all__ = ["ROOM", "ascends", "bitmap_fault", "count_bitmap", "decode_bitmap", "encode_bitmap", "suits_bitmap"]
+
+
+ROOM = 4
+"""Positions that may be written beyond those that are set."""
 
 
 def suits_bitmap(count: float, elements: int) -> bool:
@@ -55,7 +59,11 @@ def bitmap_fault(bitmap: Bytes, count: int, elements: int) -> str | None:
 
 
 @kernel("bitmap")
-def decode_bitmap(bitmap: Bytes, count: int) -> Indices:
-    """The positions of the ``count`` bits that are set."""
-    positions: Indices = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
-    return positions
+def decode_bitmap(bitmap: Bytes, start: int, into: Indices) -> int:
+    """Write the positions of the bits that are set, counted from ``start`` on; returns how many.
+
+    ``into`` has room for ``ROOM`` positions more than there are bits; what lies beyond the result is undefined.
+    """
+    positions = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+    into[: positions.size] = positions + start
+    return positions.size

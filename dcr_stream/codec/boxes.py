@@ -17,7 +17,7 @@ from dcr_stream.codec.positions import blocks
 from dcr_stream.delta import EntryMode, Positions
 from dcr_stream.errors import UsageError
 
-__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "placed", "sum_box", "write_box"]
+__all__ = ["add_at", "combine", "copies", "find", "flat_indices", "located", "sum_box", "write_box"]
 
 
 def combine(mode: EntryMode, old: Words, values: Words) -> Words:
@@ -48,21 +48,19 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return region.flat(positions)
 
 
-def located(region: Region, positions: Positions) -> Iterator[tuple[Indices, int, slice]]:
-    """Where positions of a region lie, block by block: indices, what is to be added to each, and which elements."""
+def located(region: Region, positions: Positions) -> Iterator[tuple[Indices, slice]]:
+    """Flat indices of positions of a region, as :func:`dcr_stream.codec.positions.blocks` hands them out."""
+    if region.contiguous:
+        yield from blocks(positions, region.offset)
+        return
     for indices, some in blocks(positions):
-        yield *placed(region, indices), some
-
-
-def placed(region: Region, indices: Indices) -> tuple[Indices, int]:
-    """Where indices of a region lie, and what is to be added to each. Copies nothing in a plain run."""
-    return (indices, region.offset) if region.contiguous else (flat_indices(region, indices), 0)
+        yield flat_indices(region, indices), some
 
 
 @kernel("boxes")
-def add_at(words: Words, at: Indices, differences: Words, offset: int = 0) -> None:
-    """Add differences (modulo 2^w) to the elements ``at + offset``, each of which occurs once and exists."""
-    words[at + offset] += differences
+def add_at(words: Words, at: Indices, differences: Words) -> None:
+    """Add differences (modulo 2^w) to the elements ``at``, each of which occurs once and exists."""
+    words[at] += differences
 
 
 @kernel("boxes")

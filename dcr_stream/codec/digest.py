@@ -84,31 +84,31 @@ def _lane(lane: int, key: int, flat: Indices, bits: Words) -> NDArray[np.uint64]
     return _finalise(x)
 
 
-def _sum(which: int, key: int, flat: Indices, bits: Words, offset: int) -> int:
+def _sum(which: int, key: int, flat: Indices, bits: Words) -> int:
     total = 0
     for lo in range(0, flat.size, BLOCK):
-        mixed = _lane(which, key, flat[lo : lo + BLOCK] + offset, bits[lo : lo + BLOCK])
+        mixed = _lane(which, key, flat[lo : lo + BLOCK], bits[lo : lo + BLOCK])
         total += int(mixed.sum(dtype=np.uint64))
     return total & _MASK
 
 
 @kernel("sums")
-def lane(key: int, flat: Indices, bits: Words, offset: int = 0) -> int:
-    """Sum of the first lane over the elements ``flat + offset``."""
-    return _sum(0, key, flat, bits, offset)
+def lane(key: int, flat: Indices, bits: Words) -> int:
+    """Sum of the first lane over the elements ``flat``."""
+    return _sum(0, key, flat, bits)
 
 
 @kernel("sums")
-def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
-    """Sums of both lanes over the elements ``flat + offset``."""
-    return _sum(0, key, flat, bits, offset), _sum(1, key, flat, bits, offset)
+def lanes(key: int, flat: Indices, bits: Words) -> Sum:
+    """Sums of both lanes over the elements ``flat``."""
+    return _sum(0, key, flat, bits), _sum(1, key, flat, bits)
 
 
 @kernel("sums")
-def before_after(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
-    """Sums of both lanes over ``old``, and over ``old + differences``, at the elements ``flat + offset``."""
+def before_after(key: int, flat: Indices, old: Words, differences: Words) -> tuple[Sum, Sum]:
+    """Sums of both lanes over ``old``, and over ``old + differences``, at the elements ``flat``."""
     new = np.add(old, differences, dtype=old.dtype)
-    return lanes.reference(key, flat, old, offset), lanes.reference(key, flat, new, offset)
+    return lanes.reference(key, flat, old), lanes.reference(key, flat, new)
 
 
 def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
@@ -122,12 +122,12 @@ def mix(tensor: int, flat: Indices, bits: Words) -> NDArray[np.uint64]:
     return _lane(0, tensor_key(tensor), flat, bits)
 
 
-def state_sum(tensor: int, flat: Indices, bits: Words, offset: int = 0) -> int:
-    """Sum of ``mix`` over the elements ``flat + offset`` modulo 2^64; 0 for none.
+def state_sum(tensor: int, flat: Indices, bits: Words) -> int:
+    """Sum of ``mix`` over the elements ``flat`` modulo 2^64; 0 for none.
 
     Temporary memory is bounded by ``BLOCK``.
     """
-    return lane(tensor_key(tensor), flat, bits, offset)
+    return lane(tensor_key(tensor), flat, bits)
 
 
 def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
@@ -135,19 +135,19 @@ def state_sums(tensor: int, flat: Indices, bits: Words) -> Sum:
     return lanes(tensor_key(tensor), flat, bits)
 
 
-def state_change(tensor: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
-    """``state_sums`` of elements ``flat + offset`` before and after ``old`` changes by ``differences`` (modulo 2^w)."""
-    return before_after(tensor_key(tensor), flat, old, differences, offset)
+def state_change(tensor: int, flat: Indices, old: Words, differences: Words) -> tuple[Sum, Sum]:
+    """``state_sums`` of elements ``flat`` before and after ``old`` changes by ``differences`` (modulo 2^w)."""
+    return before_after(tensor_key(tensor), flat, old, differences)
 
 
-def change_sum(task_key: str, flat: Indices, differences: Words, offset: int = 0) -> int:
+def change_sum(task_key: str, flat: Indices, differences: Words) -> int:
     """Sum modulo 2^64 over a task's changed elements: what the tally compares between capture and pending set.
 
-    ``flat + offset`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the
+    ``flat`` are indices in the task's shard. As ``state_sum``, with the first 8 bytes (little-endian) of the
     BLAKE3 digest of ``task_key`` in UTF-8 as the key.
     """
     key = int.from_bytes(blake3.blake3(task_key.encode()).digest(length=8), "little")
-    return lane(key, flat, differences, offset)
+    return lane(key, flat, differences)
 
 
 def _lanewise(operation: Callable[[int, int], int], a: Sum, b: Sum) -> Sum:

@@ -115,8 +115,8 @@ def encode_record(record: Record, mode: EntryMode) -> Entry:
 def elements_sum(tensor: int, region: Region, positions: Positions, bits: Callable[[slice], Words]) -> int:
     """State sum over elements of a region, whose words ``bits`` hands out: what an item's digest is."""
     total = 0
-    for indices, offset, some in located(region, positions):
-        total += state_sum(tensor, indices, bits(some), offset)
+    for flat, some in located(region, positions):
+        total += state_sum(tensor, flat, bits(some))
     return total & _MASK
 
 

@@ -71,11 +71,15 @@ def gap_fault(high: Bytes, low: Bytes, shift: int, count: int, elements: int) ->
 
 
 @kernel("gaps")
-def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int) -> tuple[Indices, int]:
-    """The positions whose gaps end in ``high``, a part of column G; all of L and the shift belong to it.
+def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int, into: Indices) -> tuple[int, int]:
+    """Write the positions whose gaps end in ``high``, a part of column G; all of L and the shift belong to it.
 
     ``first`` gaps end before the part, and it starts at position ``reached`` (-1 for the first part). The columns are
-    such that ``gap_fault`` finds nothing wrong with them. Also returns the position at which the next part starts.
+    such that ``gap_fault`` finds nothing wrong with them. ``into`` has room for one position more than ``high`` has
+    bytes; what lies beyond the result is undefined.
+
+    Returns:
+        How many positions were written, and the one at which the next part starts.
     """
     ends = np.flatnonzero(high != 255)
     steps = high.astype(np.int64) << shift
@@ -85,7 +89,8 @@ def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int) -
             some = ends[lo : lo + _BLOCK]
             steps[some] += _unpack_low(low, shift, first + lo, first + lo + some.size)
     positions = np.cumsum(steps) + reached
-    return positions[ends], int(positions[-1]) if positions.size else reached
+    into[: ends.size] = positions[ends]
+    return ends.size, int(positions[-1]) if positions.size else reached
 
 
 @kernel("gaps")

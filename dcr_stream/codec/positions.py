@@ -14,11 +14,12 @@ large change would be several times its size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from dcr_stream.canonical import Indices
-from dcr_stream.codec.bitmap import ascends, bitmap_fault, count_bitmap, decode_bitmap, encode_bitmap, suits_bitmap
+from dcr_stream.codec.bitmap import ROOM, ascends, bitmap_fault, decode_bitmap, encode_bitmap, suits_bitmap
 from dcr_stream.codec.gaps import decode_gaps, encode_gaps, gap_fault
 from dcr_stream.delta import Positions
 
@@ -26,6 +27,9 @@ __all__ = ["BLOCK", "blocks", "cut", "decode_positions", "encode_positions", "po
 
 BLOCK = 1 << 16
 """Most indices that are decoded at a time."""
+
+_STEPS = np.arange(BLOCK, dtype=np.int64)
+_spare: list[Indices] = []
 
 
 def whole(elements: int) -> Positions:
@@ -53,27 +57,48 @@ def encode_positions(indices: Indices, elements: int) -> Positions:
 
 def decode_positions(positions: Positions) -> Indices:
     """All positions as indices: 8 bytes each."""
-    found = [indices for indices, _ in blocks(positions)]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+    found = np.empty(positions.count, np.int64)
+    for indices, some in blocks(positions):
+        found[some] = indices
+    return found
 
 
-def blocks(positions: Positions) -> Iterator[tuple[Indices, slice]]:
-    """Positions as indices, at most ``BLOCK`` at a time; with each block, which of the elements it holds."""
-    done, reached = 0, -1
+def blocks(positions: Positions, start: int = 0) -> Iterator[tuple[Indices, slice]]:
+    """Positions as indices, at most ``BLOCK`` at a time; with each block, which of the elements it holds.
+
+    Indices are counted as if the range began at ``start``.
+
+    A block is valid until the next one is asked for: all are decoded into the same array.
+    """
+    done, reached = 0, start - 1
     size = {"gaps": positions.high.size, "bitmap": positions.bitmap.size * 8, "dense": positions.count}[positions.mode]
-    for lo in range(0, size, BLOCK):
-        hi = min(lo + BLOCK, size)
-        if positions.mode == "gaps":
-            indices, reached = decode_gaps(positions.high[lo:hi], positions.low, positions.shift, done, reached)
-        elif positions.mode == "bitmap":
-            part = positions.bitmap[lo // 8 : hi // 8]
-            indices = decode_bitmap(part, count_bitmap(part))
-            indices += lo
-        else:
-            indices = np.arange(lo, hi, dtype=np.int64)
-        if indices.size:
-            yield indices, slice(done, done + indices.size)
-            done += indices.size
+    with _borrowed() as indices:
+        for lo in range(0, size, BLOCK):
+            hi = min(lo + BLOCK, size)
+            if positions.mode == "gaps":
+                part = positions.high[lo:hi]
+                count, reached = decode_gaps(part, positions.low, positions.shift, done, reached, indices)
+            elif positions.mode == "bitmap":
+                count = decode_bitmap(positions.bitmap[lo // 8 : hi // 8], start + lo, indices)
+            else:
+                count = hi - lo
+                np.add(_STEPS[:count], start + lo, out=indices[:count])
+            if count:
+                yield indices[:count], slice(done, done + count)
+                done += count
+
+
+@contextmanager
+def _borrowed() -> Iterator[Indices]:
+    """An array for a block. Used ones are kept, one for each place in the process that was decoding at a time."""
+    try:
+        array = _spare.pop()
+    except IndexError:
+        array = np.empty(BLOCK + ROOM, np.int64)
+    try:
+        yield array
+    finally:
+        _spare.append(array)
 
 
 def position_fault(positions: Positions) -> str | None:

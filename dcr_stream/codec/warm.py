@@ -98,11 +98,11 @@ def _refit(old: Words, new: Words) -> tuple[Words, tuple[object, ...]]:
     decoded = decode_item(entry.item, entry.columns)
     storage, advanced = old.copy(), old.copy()
     made: list[object] = [entry, flat_indices(Region(0, (old.size,), (2,)), np.arange(old.size)).tobytes()]
-    for indices, offset, some in located(region, decoded.positions):
-        made.append(change_sum("", indices, differences[some], offset))
-        made.append(state_change(0, indices, before[some], differences[some], offset))
+    for indices, some in located(region, decoded.positions):
+        made.append(change_sum("", indices, differences[some]))
+        made.append(state_change(0, indices, before[some], differences[some]))
         made.append(state_sums(0, indices, differences[some]))
-        add_at(advanced, indices, differences[some], offset)
+        add_at(advanced, indices, differences[some])
         made.append(write_box(storage, region, region, "add", 0, indices, decoded.values[some]))
         made.append(sum_box(storage, region, region, 0, indices))
     return storage, (*made, advanced.tobytes(), storage.tobytes())

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from dcr_stream.canonical import Indices, Region, Words
-from dcr_stream.codec.boxes import flat_indices, sum_box, write_box
+from dcr_stream.codec.boxes import located, sum_box, write_box
 from dcr_stream.codec.digest import add_sums, state_sums, tensor_key
 from dcr_stream.codec.entries import Decoded
-from dcr_stream.codec.positions import blocks
 from dcr_stream.delta import Item, Positions
 from dcr_stream.errors import UntracedPath
 from dcr_stream.messages import Sum
@@ -61,11 +60,12 @@ def _walk(
     for box, _ in boxes:
         copies = sums.setdefault(box.cell, [])
         copies += [0] * (box.copy + box.copies - len(copies))
-    for indices, some in blocks(positions):
-        flat, order = _ascending(item.region, indices)
+    row_major = _row_major(item.region)
+    for flat, some in located(item.region, positions):
         new = values[some] if values is not None else None
-        if new is not None and order is not None:
-            new = new[order]
+        if not row_major:
+            order = np.argsort(flat)
+            flat, new = flat[order], new[order] if new is not None else None
         for box, words in boxes:
             if new is None:
                 found = sum_box(words, box.region, box.place, key, flat)
@@ -99,15 +99,6 @@ def _require_placed(plan: PlacementPlan, tensor: int) -> None:
             f"tensor number {tensor} is {plan.classes[tensor]!r} on this rank and has no boxes; "
             "give it whole to the native loader, or see the prepare report"
         )
-
-
-def _ascending(region: Region, positions: Indices) -> tuple[Indices, Indices | None]:
-    """Flat indices of ascending positions, ascending, and the order that makes them so (None: they already are)."""
-    flat = flat_indices(region, positions)
-    if _row_major(region):
-        return flat, None
-    order = np.argsort(flat)
-    return flat[order], order
 
 
 def _row_major(region: Region) -> bool:

@@ -153,8 +153,8 @@ def test_differences_are_added_alike(width: int) -> None:
     at = np.flatnonzero(rng.random(2900) < 0.3)
     differences = rng.integers(0, 256, at.size * width, np.uint8).view(word_dtype(width))
     changed = [words.copy(), words.copy()]
-    add_at.compiled(changed[0], at, differences, 100)
-    add_at.reference(changed[1], at, differences, 100)
+    add_at.compiled(changed[0], at + 100, differences)
+    add_at.reference(changed[1], at + 100, differences)
     np.testing.assert_array_equal(changed[0], changed[1])
 
 
@@ -174,7 +174,7 @@ def test_nothing_is_written_outside_of_storage() -> None:
             sum_box.compiled(words, region, place, 0, flat)
     with pytest.raises(IndexError):
         write_box.compiled(words, Region.whole(3), Region.whole(3), "overwrite", 0, flat, ones[:2])
-    for at, offset in (([0, 1, 10], 0), ([-1, 0, 1], 0), ([0, 1, 2], 8), ([5, 6, 7], -6), ([0, 1], 0)):
+    for at in ([0, 1, 10], [-1, 0, 1], [0, 1]):
         with pytest.raises(IndexError):
-            add_at.compiled(words, np.array(at), ones, offset)
+            add_at.compiled(words, np.array(at), ones)
     assert not words.any()

@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr_stream.canonical import Region
-from dcr_stream.codec import encode_positions, encode_record, frame_bucket
+from dcr_stream.canonical import Bytes, Indices, Region
+from dcr_stream.codec import decode_positions, encode_positions, encode_record, frame_bucket
 from dcr_stream.codec.codes import choose_code_bits, code_fault, decode_codes, encode_codes
-from dcr_stream.codec.gaps import choose_shift, decode_gaps, encode_gaps, gap_fault
-from dcr_stream.delta import Bucket, Record
-
-Bytes = NDArray[np.uint8]
+from dcr_stream.codec.gaps import choose_shift, encode_gaps, gap_fault
+from dcr_stream.delta import Bucket, Positions, Record
 
 
 def pack_bits(values: list[int], width: int) -> bytes:
     number = sum(value << i * width for i, value in enumerate(values))
     return number.to_bytes((len(values) * width + 7) // 8, "little")
+
+
+def decoded(shift: int, high: Bytes, low: Bytes, count: int) -> Indices:
+    return decode_positions(Positions(1 << 40, count, "gaps", shift, high, low))
 
 
 def gaps_by_definition(positions: list[int]) -> tuple[int, bytes, bytes]:
@@ -62,7 +64,9 @@ def test_gaps_are_coded_as_defined_and_come_back(gaps: list[int]) -> None:
     assert (shift, high.tobytes(), low.tobytes()) == gaps_by_definition(positions.tolist())
     elements = int(positions[-1]) + 1
     assert gap_fault(high, low, shift, len(gaps), elements) is None
-    np.testing.assert_array_equal(decode_gaps(high, low, shift, 0, -1)[0], positions)
+    np.testing.assert_array_equal(
+        decode_positions(Positions(int(positions[-1]) + 1, positions.size, "gaps", shift, high, low)), positions
+    )
     assert gap_fault(high, low, shift, len(gaps), elements - 1) is not None
     assert gap_fault(high, low, shift, len(gaps) + 1, elements) is not None
 
@@ -71,7 +75,9 @@ def test_low_bits_of_many_gaps_come_back() -> None:
     positions = np.sort(np.random.default_rng(0).choice(1 << 28, 50_001, replace=False))
     shift, high, low = encode_gaps(positions)
     assert shift == 5
-    np.testing.assert_array_equal(decode_gaps(high, low, shift, 0, -1)[0], positions)
+    np.testing.assert_array_equal(
+        decode_positions(Positions(int(positions[-1]) + 1, positions.size, "gaps", shift, high, low)), positions
+    )
 
 
 @pytest.mark.parametrize("positions", [[0, 0], [5, 4], [-1, 3]])
@@ -91,7 +97,9 @@ def test_far_positions_use_the_largest_shift_at_most() -> None:
     shift, high, low = encode_gaps(positions)
     assert shift == 32
     assert gap_fault(high, low, shift, 1, 2**45 + 1) is None
-    np.testing.assert_array_equal(decode_gaps(high, low, shift, 0, -1)[0], positions)
+    np.testing.assert_array_equal(
+        decode_positions(Positions(int(positions[-1]) + 1, positions.size, "gaps", shift, high, low)), positions
+    )
 
 
 @pytest.mark.parametrize("width", [2, 4])

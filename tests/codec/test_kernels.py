@@ -53,6 +53,16 @@ def agree(kernel: Kernel[..., Any], *args: object) -> None:
     same(kernel.compiled(*args), kernel.reference(*args))
 
 
+def agree_into(kernel: Kernel[..., Any], room: int, *args: object) -> None:
+    """Of kernels that write indices, and return first how many."""
+    found = []
+    for run in (kernel.compiled, kernel.reference):
+        into = np.empty(room, np.int64)
+        result = run(*args, into)
+        found.append((into[: result[0] if isinstance(result, tuple) else result], result))
+    same(*found)
+
+
 def random_words(rng: np.random.Generator, size: int, width: int) -> Words:
     return rng.integers(0, 256, size * width, np.uint8).view(word_dtype(width))
 
@@ -201,10 +211,10 @@ def test_gaps_agree_at_any_shift(gaps: list[int], shift: int) -> None:
     positions = np.cumsum(np.array(gaps) + 1) - 1
     agree(join_gaps, positions, shift)
     high, low = join_gaps.reference(positions, shift)
-    agree(decode_gaps, high, low, shift, 0, -1)
+    agree_into(decode_gaps, high.size + 1, high, low, shift, 0, -1)
     for at in range(0, high.size, 7):
         done, reached = int(np.count_nonzero(high[:at] != 255)), 5
-        agree(decode_gaps, high[at : at + 7], low, shift, done, reached)
+        agree_into(decode_gaps, 8, high[at : at + 7], low, shift, done, reached)
     agree(sum_high, high)
     if shift:
         agree(sum_low, low, shift, len(gaps))
@@ -231,7 +241,7 @@ def test_bitmaps_agree(elements: int, rate: float) -> None:
     bitmap = encode_bitmap.reference(positions, elements)
     for column in (bitmap, np.concatenate([bitmap[:1], bitmap])[1:]):
         agree(count_bitmap, column)
-        agree(decode_bitmap, column, positions.size)
+        agree_into(decode_bitmap, 8 * column.size + 4, column, 77)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -274,11 +284,9 @@ def test_sums_agree(key: int, width: int, size: int, step: int, seed: int) -> No
     rng = np.random.default_rng(seed)
     flat = rng.integers(0, 1 << 45, size)
     old, differences = random_words(rng, size, width)[::step], random_words(rng, size, width)[::step]
-    for offset in (0, 1, 1 << 40):
-        agree(digest.lane, key, flat[::step], old, offset)
-        agree(digest.lanes, key, flat[::step], old, offset)
-        agree(digest.before_after, key, flat[::step], old, differences, offset)
-        assert digest.lane.compiled(key, flat[::step], old, offset) == digest.lane(key, flat[::step] + offset, old)
+    agree(digest.lane, key, flat[::step], old)
+    agree(digest.lanes, key, flat[::step], old)
+    agree(digest.before_after, key, flat[::step], old, differences)
 
 
 def test_state_changes_are_state_sums_before_and_after() -> None:

@@ -12,7 +12,7 @@ __all__ = ["ascends", "count_bitmap", "decode_bitmap", "encode_bitmap"]
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
-_SPARE = 4  # indices that may be written beyond the last
+_GROUP = 4  # positions written without asking whether there are as many
 
 
 def ascends(positions: Indices) -> bool:
@@ -32,11 +32,11 @@ def count_bitmap(bitmap: Bytes) -> int:
     return int(_count(_masks(bitmap)))
 
 
-def decode_bitmap(bitmap: Bytes, count: int) -> Indices:
+def decode_bitmap(bitmap: Bytes, start: int, into: Indices) -> int:
     """See :func:`dcr_stream.codec.bitmap.decode_bitmap`."""
-    positions = np.empty(count + _SPARE, np.int64)
-    _decode(_masks(bitmap), positions)
-    return positions[:count]
+    if into.size < bitmap.size * 8 + _GROUP:
+        raise IndexError(f"{into.size} indices are no room for {bitmap.size * 8} bits")
+    return int(_decode(_masks(bitmap), start, into))
 
 
 def _masks(bitmap: Bytes) -> NDArray[np.uint64]:
@@ -78,15 +78,16 @@ def _count(masks: NDArray[np.uint64]) -> Number:
 
 
 @jit
-def _decode(masks: NDArray[np.uint64], positions: Indices) -> None:
+def _decode(masks: NDArray[np.uint64], start: Number, positions: Indices) -> Number:
     k = _NONE
     for i in range(masks.size):
         mask = masks[i]
         end = k + population(mask)
         while k < end:
             # Steps beyond the last bit write what the next mask overwrites, or what nobody reads.
-            for _ in range(4):
-                positions[k] = i * LANES + np.int64(trailing_zeros(mask))
+            for _ in range(_GROUP):
+                positions[k] = start + i * LANES + np.int64(trailing_zeros(mask))
                 mask &= mask - _ONE
                 k += _ONE
         k = end
+    return k

@@ -35,11 +35,11 @@ def flat_indices(region: Region, positions: Indices) -> Indices:
     return flat
 
 
-def add_at(words: Words, at: Indices, differences: Words, offset: int = 0) -> None:
+def add_at(words: Words, at: Indices, differences: Words) -> None:
     """See :func:`dcr_stream.codec.boxes.add_at`."""
-    if at.size != differences.size or (at.size and not 0 <= at.min() + offset <= at.max() + offset < words.size):
+    if at.size != differences.size or (at.size and not 0 <= at.min() <= at.max() < words.size):
         raise IndexError(f"{at.size} places and {differences.size} differences do not fit into {words.size} words")
-    _add_at(words[offset:], readable(at), readable(differences))
+    _add_at(words, readable(at), readable(differences))
 
 
 def write_box(

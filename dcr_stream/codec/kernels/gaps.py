@@ -34,17 +34,18 @@ def sum_low(low: Bytes, shift: int, count: int) -> int:
     return int(_sum_low(_padded(low), shift, count))
 
 
-def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int) -> tuple[Indices, int]:
+def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int, into: Indices) -> tuple[int, int]:
     """See :func:`dcr_stream.codec.gaps.decode_gaps`."""
     # Each byte writes the position it has reached; those that end no gap are overwritten, the last one by nobody.
-    positions = np.empty(high.size + 1, np.int64)
+    if into.size <= high.size:
+        raise IndexError(f"{into.size} indices are no room for {high.size} gaps")
     if shift:
         bit = first * shift
         part = low[bit >> 3 : (bit + high.size * shift + 7) >> 3]
-        count, reached = _decode_shifted(readable(high), _padded(part), bit & 7, shift, reached, positions)
+        count, reached = _decode_shifted(readable(high), _padded(part), bit & 7, shift, reached, into)
     else:
-        count, reached = _decode(readable(high), reached, positions)
-    return positions[: int(count)], int(reached)
+        count, reached = _decode(readable(high), reached, into)
+    return int(count), int(reached)
 
 
 def _padded(low: Bytes) -> Bytes:

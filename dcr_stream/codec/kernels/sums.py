@@ -14,20 +14,20 @@ _INDEX = (np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD134_2543_DE82_EF95))
 _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
 
 
-def lane(key: int, flat: Indices, bits: Words, offset: int = 0) -> int:
+def lane(key: int, flat: Indices, bits: Words) -> int:
     """See :func:`dcr_stream.codec.digest.lane`."""
-    return int(_lane(np.uint64(key), readable(flat), readable(bits), offset))
+    return int(_lane(np.uint64(key), readable(flat), readable(bits)))
 
 
-def lanes(key: int, flat: Indices, bits: Words, offset: int = 0) -> Sum:
+def lanes(key: int, flat: Indices, bits: Words) -> Sum:
     """See :func:`dcr_stream.codec.digest.lanes`."""
-    first, second = _lanes(np.uint64(key), readable(flat), readable(bits), offset)
+    first, second = _lanes(np.uint64(key), readable(flat), readable(bits))
     return int(first), int(second)
 
 
-def before_after(key: int, flat: Indices, old: Words, differences: Words, offset: int = 0) -> tuple[Sum, Sum]:
+def before_after(key: int, flat: Indices, old: Words, differences: Words) -> tuple[Sum, Sum]:
     """See :func:`dcr_stream.codec.digest.before_after`."""
-    sums = _before_after(np.uint64(key), readable(flat), readable(old), readable(differences), offset)
+    sums = _before_after(np.uint64(key), readable(flat), readable(old), readable(differences))
     before, other_before, after, other_after = (int(each) for each in sums)
     return (before, other_before), (after, other_after)
 
@@ -42,29 +42,29 @@ def mix(which: Number, key: Number, flat: Number, bits: Number) -> Number:
 
 
 @jit
-def _lane(key: Number, flat: Indices, bits: Words, offset: Number) -> Number:
+def _lane(key: Number, flat: Indices, bits: Words) -> Number:
     total = np.uint64(0)
     for i in range(flat.size):
-        total += mix(0, key, flat[i] + offset, bits[i])
+        total += mix(0, key, flat[i], bits[i])
     return total
 
 
 @jit
-def _lanes(key: Number, flat: Indices, bits: Words, offset: Number) -> Number:
+def _lanes(key: Number, flat: Indices, bits: Words) -> Number:
     first = second = np.uint64(0)
     for i in range(flat.size):
-        first += mix(0, key, flat[i] + offset, bits[i])
-        second += mix(1, key, flat[i] + offset, bits[i])
+        first += mix(0, key, flat[i], bits[i])
+        second += mix(1, key, flat[i], bits[i])
     return first, second
 
 
 @jit
-def _before_after(key: Number, flat: Indices, old: Words, differences: Words, offset: Number) -> Number:
+def _before_after(key: Number, flat: Indices, old: Words, differences: Words) -> Number:
     before = other_before = after = other_after = np.uint64(0)
     for i in range(flat.size):
         new = old.dtype.type(old[i] + differences[i])
-        before += mix(0, key, flat[i] + offset, old[i])
-        other_before += mix(1, key, flat[i] + offset, old[i])
-        after += mix(0, key, flat[i] + offset, new)
-        other_after += mix(1, key, flat[i] + offset, new)
+        before += mix(0, key, flat[i], old[i])
+        other_before += mix(1, key, flat[i], old[i])
+        after += mix(0, key, flat[i], new)
+        other_after += mix(1, key, flat[i], new)
     return before, other_before, after, other_after
