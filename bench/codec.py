@@ -82,6 +82,7 @@ TARGETS: Targets = {
 
 TENSOR = 1 << 24  # elements, as a 4096 x 4096 matrix
 CHUNK = 1 << 23  # elements compared at a time: 16 MiB, as by default
+CACHES = 128 << 20  # bytes: more than the caches of a core and its neighbours hold
 ID = PayloadId(Attempt("bench", 1, 1, 1), "owner", 0)
 
 
@@ -171,16 +172,22 @@ Seconds = NDArray[np.float64]
 
 
 class Timer:
-    """Interleaved repeats, so that what else the machine does meets all contenders alike."""
+    """Interleaved repeats, so that what else the machine does meets all contenders alike.
+
+    Each starts with caches full of something else that nobody wrote to: otherwise it would write back to memory, within
+    its own time, what the one before it has left in the caches.
+    """
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
+        self._other = np.ones(CACHES // 8, np.uint64)
 
     def __call__(self, *run: Callable[[], object]) -> list[Seconds]:
         """Time each, after a repeat that does not count."""
         times: list[list[float]] = [[] for _ in run]
         for _ in range(self._repeats + 1):
             for one, found in zip(run, times, strict=True):
+                self._other.max()
                 started = time.perf_counter()
                 one()
                 found.append(time.perf_counter() - started)

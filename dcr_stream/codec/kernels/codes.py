@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dcr_stream.canonical import Bytes, Words
 from dcr_stream.codec.kernels.lanes import LANES, Number, at_least, jit, population, readable, trailing_zeros
@@ -13,6 +14,7 @@ _TILE = 4096  # codes made at a time, in the first-level cache; a multiple of wh
 _SPARE = 4  # bytes of E1 that may be touched beyond its end
 _LAST = np.uint64(LANES - 1)
 _NONE, _ONE = np.uint64(0), np.uint64(1)
+_PAIRS, _FOURS = np.uint64(0x5555_5555_5555_5555), np.uint64(0x1111_1111_1111_1111)
 
 
 def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
@@ -33,7 +35,7 @@ def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
 
 def count_codes(codes: Bytes, excess: Bytes, width: int, count: int) -> tuple[int, int]:
     """See :func:`dcr_stream.codec.codes.count_codes`."""
-    saturated, escapes = _count(readable(codes), readable(excess), width, count)
+    saturated, escapes = _count(_words(codes), readable(excess), width)
     return int(saturated), int(escapes)
 
 
@@ -43,6 +45,13 @@ def decode_codes(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count:
     padded = readable(np.concatenate([excess, np.zeros(_SPARE, np.uint8)]))
     _decode(readable(codes), padded, readable(escaped), width, differences)
     return differences
+
+
+def _words(codes: Bytes) -> NDArray[np.uint64]:
+    """A copy as words, filled up with zeros."""
+    words = np.zeros((codes.size + 7) // 8, np.uint64)
+    words.view(np.uint8)[: codes.size] = codes
+    return words
 
 
 @jit
@@ -122,16 +131,16 @@ def _encode(differences: Words, width: Number, codes: Bytes, excess: Bytes, esca
 
 
 @jit
-def _count(codes: Bytes, excess: Bytes, width: Number, count: Number) -> Number:
+def _count(words: NDArray[np.uint64], excess: Bytes, width: Number) -> Number:
     saturated = escapes = np.int64(0)
-    # Unused bits of the last byte are 0, so they never look saturated.
-    if width == 2:
-        for i in range(codes.size):
-            both = codes[i] & codes[i] >> 1 & 0x55
-            saturated += (both & 1) + (both >> 2 & 1) + (both >> 4 & 1) + (both >> 6)
-    else:
-        for i in range(codes.size):
-            saturated += np.int64(codes[i] & 15 == 15) + np.int64(codes[i] >> 4 == 15)
+    # A code's lowest bit remains where all of its bits are set; bits that belong to no code are 0.
+    for word in words:
+        if width == 2:
+            full = word & word >> _ONE & _PAIRS
+        else:
+            pairs = word & word >> _ONE
+            full = pairs & pairs >> np.uint64(2) & _FOURS
+        saturated += np.int64(population(full))
     for i in range(excess.size):
         escapes += excess[i] == 255
     return saturated, escapes

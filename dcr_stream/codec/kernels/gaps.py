@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from dcr_stream.canonical import Bytes, Indices
-from dcr_stream.codec.kernels.lanes import Number, jit, readable
+from dcr_stream.codec.kernels.lanes import LANES, Number, at_least, count_up, jit, readable
 
 __all__ = ["decode_gaps", "join_gaps", "sum_high", "sum_low"]
+
+_LANES, _EIGHT, _ONE = np.uint64(LANES), np.uint64(8), np.uint64(1)
+_ESCAPE = np.uint8(255)
 
 
 def join_gaps(positions: Indices, shift: int) -> tuple[Bytes, Bytes]:
@@ -120,14 +123,23 @@ def _sum_low(low: Bytes, shift: Number, count: Number) -> Number:
 
 @jit
 def _decode(high: Bytes, reached: Number, positions: Indices) -> Number:
-    k: Number = 0
     position = np.int64(reached)
-    for i in range(high.size):
-        byte = np.int64(high[i])
-        ends = np.int64(byte != 255)
-        position += byte + ends
-        positions[k] = position
-        k += ends
+    i, k, size = np.uint64(0), np.uint64(0), np.uint64(high.size)
+    while i < size:
+        if i + _LANES <= size and at_least(high, i, _ESCAPE) == 0:
+            for _ in range(LANES // 8):
+                position = count_up(high, i, position, positions, k)
+                i += _EIGHT
+                k += _EIGHT
+        else:
+            end = min(i + _LANES, size)
+            while i < end:
+                byte = np.int64(high[i])
+                ends = np.int64(byte != 255)
+                position += byte + ends
+                positions[k] = position
+                k += np.uint64(ends)
+                i += _ONE
     return k, position
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "any_differs",
     "at_least",
     "copy_lanes",
+    "count_up",
     "differing",
     "jit",
     "leading_zeros",
@@ -187,6 +188,32 @@ def _any_differs(typing: Any, a: Any, b: Any, at: Any) -> Any:
     return types.boolean(a, b, types.uint64), generate
 
 
+def _count_up(typing: Any, steps: Any, at: Any, reached: Any, into: Any, start: Any) -> Any:
+    lanes, wide = 8, ir.VectorType(ir.IntType(64), 8)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def address(i: int, j: int, vector: Any) -> Any:
+            data = cgutils.create_struct_proxy(signature.args[i])(context, builder, args[i]).data
+            return builder.bitcast(builder.gep(data, [args[j]]), vector.as_pointer())
+
+        loaded = builder.load(address(0, 1, ir.VectorType(ir.IntType(8), lanes)))
+        loaded.align = 1
+        sums = builder.add(builder.zext(loaded, wide), ir.Constant(wide, [1] * lanes))
+        none = ir.Constant(wide, None)
+        for distance in (1, 2, 4):
+            # Lanes from ``distance`` on get the lane that far before them, the others 0.
+            picked = [lanes if i < distance else i - distance for i in range(lanes)]
+            moved = builder.shuffle_vector(sums, none, ir.Constant(ir.VectorType(ir.IntType(32), lanes), picked))
+            sums = builder.add(sums, moved)
+        one = builder.insert_element(none, args[2], ir.Constant(ir.IntType(32), 0))
+        first = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+        positions = builder.add(sums, builder.shuffle_vector(one, none, first))
+        builder.store(positions, address(3, 4, wide)).align = 1
+        return builder.extract_element(positions, ir.Constant(ir.IntType(32), lanes - 1))
+
+    return types.int64(steps, types.uint64, types.int64, into, types.uint64), generate
+
+
 def _trailing_zeros(typing: Any, mask: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -238,6 +265,9 @@ subtract_lanes: Callable[[Words, Any, Words, Words, Any], None] = _made(_subtrac
 
 any_differs: Callable[[Words, Words, Any], Any] = _made(_any_differs)
 """Whether any of elements ``at … at + 255`` differs, all of which must exist."""
+
+count_up: Callable[[Words, Any, Any, Words, Any], Any] = _made(_count_up)
+"""Eight running sums of ``steps[at + i] + 1`` from ``reached`` on, into ``into[start + i]``; returns the last."""
 
 trailing_zeros: Callable[[Any], Any] = _made(_trailing_zeros)
 """Index of the lowest bit that is set in a uint64; 64 if there is none."""
