@@ -52,13 +52,13 @@ def series(steps: int) -> dict[str, list[float]]:
         trainer = Trainer(0, 1, Path(folder) / "store")
         old = bf16_words(trainer)
         for _ in range(steps):
-            found["loss"].append(trainer.step())
+            found["loss"].append(round(trainer.step(), 4))
             new = bf16_words(trainer)
             differences = new - old
             changed = int(np.count_nonzero(differences))
             ulps = int(np.count_nonzero((differences == 1) | (differences == 0xFFFF)))
-            found["rate"].append(changed / new.size)
-            found["ulp_share"].append(ulps / changed)
+            found["rate"].append(round(changed / new.size, 6))
+            found["ulp_share"].append(round(ulps / changed, 4))
             old = new
     found["elements"] = [float(old.size)]
     return found
