@@ -69,6 +69,14 @@ bench: $(READY) ## every benchmark (ARGS=--quick: the same figures in less time)
 		$(BIN)/python -m bench.$$name $(ARGS) || exit 1; \
 	done
 
+.PHONY: figures
+figures: $(READY) ## measure the codec, and make the tables and plots of docs/codec.md from it (needs a quiet machine)
+	@$(call pip,--constraint $(CONSTRAINTS) --group figures)
+	@mkdir -p build/bench
+	$(BIN)/python -m bench.codec --json >build/bench/codec.txt || true
+	$(BIN)/python -m bench.rates --json >build/bench/rates.txt || true
+	$(BIN)/python -m bench._plots build/bench/codec.txt build/bench/rates.txt
+
 .PHONY: clean
 clean: ## remove what was built and installed, .venv included
 	rm -rf $(VENV) build dist site .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

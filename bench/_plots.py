@@ -2,7 +2,7 @@
 
     python -m bench.codec --json >build/bench/codec.txt
     python -m bench.rates --json >build/bench/rates.txt
-    python -m bench.plots build/bench/codec.txt build/bench/rates.txt
+    python -m bench._plots build/bench/codec.txt build/bench/rates.txt
 
 Each file ends with the JSON object of one benchmark. The objects and the series of ``bench.rates`` are put together in
 ``docs/figures/measured.json``; from there the plots beside it are drawn, and the tables are written into the page
@@ -35,7 +35,7 @@ FOLDER = DOCS / "figures"
 KEPT = FOLDER / "measured.json"
 
 SECTIONS: Mapping[str, str] = {
-    "encode": r"(encode|capture|advance)_.*|.*_scaling",
+    "encode": r"(encode|owner|capture|advance)_.*|.*_scaling",
     "bytes": r"bytes_.*|entropy_.*",
     "speed": r"speed_.*",
     "apply": r"apply_.*|digest_cost",
