@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcr_stream.canonical import Region, TensorDirectory, Words, word_dtype
+from dcr_stream.codec.device import DeviceWords, on_host
 from dcr_stream.codec.digest import add_sums, state_sums
 from dcr_stream.codec.positions import whole
 from dcr_stream.delta import Conversion, Record, Task, Trackers
@@ -35,9 +36,9 @@ class Part:
     start: int
     task: str | None
 
-    def words(self, trackers: Trackers) -> Words:
+    def words(self, trackers: Trackers) -> Words | DeviceWords:
         """The committed bits, in the region's row-major order (a view)."""
-        array = trackers.residual[self.tensor] if self.task is None else trackers.tasks[self.task]
+        array = trackers.residual[self.tensor] if self.task is None else trackers[self.task]
         return array[self.start : self.start + self.region.count]
 
 
@@ -83,6 +84,8 @@ def fill_trackers(source: Source) -> Trackers:
     directory = source.directory
     trackers = empty_trackers(source)
     for task in source.tasks():
+        if task.key in trackers.on_device:
+            continue  # copied when it was made
         words = trackers.tasks[task.key]
         if task.frozen:
             words = trackers.tasks[task.key] = task.read(0, task.numel)
@@ -109,8 +112,11 @@ def empty_trackers(source: Source) -> Trackers:
     """Trackers of the right sizes, without content."""
     trackers = Trackers()
     for task in source.tasks():
-        if task.key in trackers.tasks:
+        if task.key in trackers:
             raise UsageError(f"the source lists task {task.key!r} twice")
+        if task.live is not None and not task.frozen:
+            trackers.on_device[task.key] = task.live(0, task.numel).copy()
+            continue
         probe = task.read(0, 0)
         trackers.tasks[task.key] = np.empty(0 if task.frozen else task.numel, word_dtype(probe.itemsize))
     return trackers
@@ -122,7 +128,7 @@ def part_sums(parts: Iterable[Part], trackers: Trackers) -> dict[int, Sum]:
     for part in parts:
         words = part.words(trackers)
         for first in range(0, max(words.size, 1), _READ_ELEMENTS):
-            block = words[first : first + _READ_ELEMENTS]
+            block = on_host(words[first : first + _READ_ELEMENTS])
             flat = part.region.flat(np.arange(first, first + block.size, dtype=np.int64))
             sums[part.tensor] = add_sums(sums.get(part.tensor, (0, 0)), state_sums(part.tensor, flat, block))
     return sums
@@ -146,7 +152,7 @@ def complete_records(
             continue
         spec, words = directory[part.tensor], part.words(trackers)
         for first, region in _split(part.region, max(1, max_bytes // spec.width)):
-            old = words[first : first + region.count]
+            old = on_host(words[first : first + region.count])
             differences = np.zeros(old.size, old.dtype)
             if pending is not None:
                 pending.add_differences(part.key, part.start + first, differences)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 
 from dcr_stream.canonical import Bytes, Region, Words
+
+if TYPE_CHECKING:
+    from dcr_stream.codec.device import DeviceWords
 
 __all__ = [
     "Bucket",
@@ -101,7 +104,8 @@ class Task:
     ``segments`` place the shard in canonical coordinates, ordered and disjoint; elements outside every segment
     are padding and never sent. ``segments is None`` makes the task residual: it reaches the wire only through
     ``conversions``. ``frozen`` declares that the bits never change: the task is sent in dense refits only, is not
-    scanned, and its live storage serves as tracker.
+    scanned, and its live storage serves as tracker. ``live(lo, hi)``, where given, returns elements as they are on
+    their device: the tracker is then kept on that device, and they are compared there.
     """
 
     key: str
@@ -111,24 +115,31 @@ class Task:
     segments: tuple[Segment, ...] | None
     conversions: tuple[Conversion, ...] = ()
     frozen: bool = False
+    live: Callable[[int, int], DeviceWords] | None = None
 
 
-class Trackers(Mapping[str, Words]):
-    """The owner's view of version v: one array of words per task key, and the residual baseline per tensor."""
+class Trackers(Mapping[str, "Words | DeviceWords"]):
+    """The owner's view of version v: one array of words per task key, and the residual baseline per tensor.
+
+    ``tasks`` are on the host; ``on_device`` those of tasks that are compared on their device.
+    """
 
     def __init__(self) -> None:
         self.tasks: dict[str, Words] = {}
+        self.on_device: dict[str, DeviceWords] = {}
         self.residual: dict[int, Words] = {}
         self.borrowed: set[str] = set()
 
-    def __getitem__(self, key: str) -> Words:
-        return self.tasks[key]
+    def __getitem__(self, key: str) -> Words | DeviceWords:
+        found = self.on_device.get(key)
+        return found if found is not None else self.tasks[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tasks)
+        yield from self.tasks
+        yield from self.on_device
 
     def __len__(self) -> int:
-        return len(self.tasks)
+        return len(self.tasks) + len(self.on_device)
 
     @property
     def nbytes(self) -> int:

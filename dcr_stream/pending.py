@@ -16,6 +16,7 @@ import numpy as np
 
 from dcr_stream.canonical import Region, Words
 from dcr_stream.codec.boxes import add_at, flat_indices, located
+from dcr_stream.codec.device import DeviceWords
 from dcr_stream.codec.digest import add_sums, change_sum, state_change, sub_sums
 from dcr_stream.codec.positions import position_fault
 from dcr_stream.delta import Record, Tally, Trackers
@@ -197,11 +198,14 @@ class PendingSet:
             record = self._load(held)
             if record.task is None:
                 assert record.tensor is not None
-                target = trackers.residual[record.tensor]
+                target: Words | DeviceWords = trackers.residual[record.tensor]
             else:
-                target = trackers.tasks[record.task]
+                target = trackers[record.task]
             for at, some in located(_home(record), record.positions):
-                add_at(target, at, record.differences[some])
+                if isinstance(target, DeviceWords):
+                    target.add_at(at, record.differences[some])
+                else:
+                    add_at(target, at, record.differences[some])
 
     def discard(self) -> None:
         """Release memory and spill file. Idempotent."""

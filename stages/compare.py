@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from dcr_stream.canonical import Region, Words
 from dcr_stream.codec.boxes import located
+from dcr_stream.codec.device import DeviceWords
 from dcr_stream.codec.digest import change_sum
 from dcr_stream.codec.scan import Found
 from dcr_stream.delta import Change, Positions, Shard, Tally
@@ -78,8 +79,12 @@ def _changes(group: Group) -> Iterator[Change]:
 
 
 def _compare(shard: Shard) -> Change:
-    task, lo, hi = shard.task, shard.lo, shard.hi
-    positions, differences, old = changed_elements(task.read, shard.trackers[task.key], lo, hi, f"task {task.key!r}")
+    task, lo, hi, known = shard.task, shard.lo, shard.hi, shard.trackers[shard.task.key]
+    if isinstance(known, DeviceWords):
+        assert task.live is not None
+        positions, differences, old = known[lo:hi].changes_to(task.live(lo, hi))
+    else:
+        positions, differences, old = changed_elements(task.read, known, lo, hi, f"task {task.key!r}")
     shard.tally.scan(hi - lo)
     tallied(shard.tally, task.key, Region.run(lo, hi - lo), positions, differences)
     return Change(shard, positions, differences, old)

@@ -8,6 +8,7 @@ import numpy as np
 
 from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.codec.boxes import located, sum_box, write_box
+from dcr_stream.codec.device import DeviceWords
 from dcr_stream.codec.digest import add_sums, state_sums, tensor_key
 from dcr_stream.codec.entries import Decoded
 from dcr_stream.delta import Item, Positions
@@ -54,7 +55,7 @@ def _walk(
     plan: PlacementPlan, storage: StorageMap, item: Item, positions: Positions, values: Words | None
 ) -> dict[int, list[int]]:
     _require_placed(plan, item.tensor)
-    boxes = [(box, storage.words(box.storage, item.width)) for box in plan.by_tensor.get(item.tensor, ())]
+    boxes = [(box, storage.memory(box.storage, item.width)) for box in plan.by_tensor.get(item.tensor, ())]
     key = tensor_key(item.tensor)
     sums: dict[int, list[int]] = {}
     for box, _ in boxes:
@@ -67,7 +68,12 @@ def _walk(
             order = np.argsort(flat)
             flat, new = flat[order], new[order] if new is not None else None
         for box, words in boxes:
-            if new is None:
+            if isinstance(words, DeviceWords):
+                if new is None:
+                    found = words.sum_box(box.region, box.place, key, flat)
+                else:
+                    found = words.write_box(box.region, box.place, item.mode, key, flat, new)
+            elif new is None:
                 found = sum_box(words, box.region, box.place, key, flat)
             else:
                 found = write_box(words, box.region, box.place, item.mode, key, flat, new)
@@ -84,12 +90,13 @@ def full_sums(plan: PlacementPlan, storage: StorageMap, tensors: Iterable[int]) 
     found: dict[int, dict[int, list[Sum]]] = {}
     for tensor in tensors:
         for box in plan.by_tensor.get(tensor, ()):
-            words = storage.words(box.storage, plan.widths[tensor])
+            words = storage.memory(box.storage, plan.widths[tensor])
             copies = found.setdefault(tensor, {}).setdefault(box.cell, [])
             copies += [(0, 0)] * (box.copy + box.copies - len(copies))
             for copy, region, place in _single_copies(box):
                 for flat, at in _in_blocks(region, place):
-                    copies[copy] = add_sums(copies[copy], state_sums(tensor, flat, words[at]))
+                    bits = words.at(at) if isinstance(words, DeviceWords) else words[at]
+                    copies[copy] = add_sums(copies[copy], state_sums(tensor, flat, bits))
     return found
 
 

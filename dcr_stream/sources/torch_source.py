@@ -10,6 +10,7 @@ import torch
 
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec, Words
 from dcr_stream.codec.bits import dtype_name, words
+from dcr_stream.codec.device import DeviceWords
 from dcr_stream.delta import Conversion, Segment, Task
 from dcr_stream.errors import CaptureError, UsageError
 from dcr_stream.interfaces import Source
@@ -44,6 +45,8 @@ class TorchSource(Source):
         published_dtype: cast floating-point tensors to this dtype when reading.
         conversions: residual conversions; their inputs are not published themselves.
         frozen: names that never change after the first refit: sent in dense refits, never scanned again.
+        device_trackers: keep the trackers of contiguous tensors that live on a CUDA device there, and compare them
+            there. It costs that device a copy of the weights and spares the host one; only changes cross to it.
         agree: an all-reduce of "ok" over the training ranks (:func:`all_agree`).
     """
 
@@ -56,6 +59,7 @@ class TorchSource(Source):
         published_dtype: torch.dtype | None = None,
         conversions: Sequence[ResidualConversion] = (),
         frozen: Collection[str] = (),
+        device_trackers: bool = False,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         if not 0 <= rank < replicas:
@@ -68,6 +72,7 @@ class TorchSource(Source):
         self._live: dict[str, torch.Tensor] = {name: t.detach() for name, t in tensors.items()}
         self._published = published_dtype
         self._agree = agree
+        self._device_types = frozenset({"cuda"} if device_trackers else ())
         self._conversions = [self._probe(c) for c in conversions]
         residual = {name for c in conversions for name in c.inputs}
         specs = [self._spec(name, t) for name, t in self._live.items() if name not in residual]
@@ -153,6 +158,7 @@ class TorchSource(Source):
                     segments=segments,
                     conversions=tuple(by_input.get(name, ())),
                     frozen=name in self._frozen,
+                    live=self._on_device(name) if tensor.device.type in self._device_types else None,
                 )
             )
         return tuple(tasks)
@@ -170,6 +176,15 @@ class TorchSource(Source):
             return words(self._cast(part[lo - first * inner : hi - first * inner]))
 
         return read
+
+    def _on_device(self, name: str) -> Callable[[int, int], DeviceWords] | None:
+        if not self._live[name].is_contiguous() or self._live[name].numel() == 0:
+            return None
+
+        def live(lo: int, hi: int) -> DeviceWords:
+            return DeviceWords(self._cast(self._live[name].view(-1)[lo:hi]))
+
+        return live
 
     def _bind(self, conversion: ResidualConversion, outputs: list[TensorSpec], key: str) -> Conversion:
         def run() -> dict[int, Words]:

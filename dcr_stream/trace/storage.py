@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Words, word_dtype
+from dcr_stream.codec.device import DeviceWords, on_host
 from dcr_stream.errors import LayoutChanged, PlacementError
 from dcr_stream.interfaces import Loader
 from dcr_stream.trace.plan import Layout, StorageRange, TensorIdentity
@@ -40,14 +41,14 @@ class StorageMap:
     names. The map keeps the storages alive: an address cannot be reused by another tensor while the map exists.
 
     Raises:
-        PlacementError: a tensor is not plain memory of this host (meta, sparse, another device), its elements
-            have more than 8 bytes, or two storages overlap.
+        PlacementError: a tensor is not plain memory (meta, sparse), its elements have more than 8 bytes, or two
+            storages overlap.
     """
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         tensors = loader.storage()
-        self._bytes: list[NDArray[np.uint8]] = []
+        self._bytes: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
         self._held: list[torch.UntypedStorage] = []
         self._owners: list[list[str]] = []
@@ -58,8 +59,7 @@ class StorageMap:
             memory = tensor.untyped_storage()
             number = self._number.setdefault(memory.data_ptr(), len(self._bytes))
             if number == len(self._bytes):
-                raw = torch.empty(0, dtype=torch.uint8).set_(memory)
-                self._bytes.append(raw.numpy())
+                self._bytes.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory))
                 self._held.append(memory)
                 self._owners.append([])
             self._owners[number].append(name)
@@ -71,13 +71,13 @@ class StorageMap:
     def _require_plain(name: str, tensor: torch.Tensor) -> None:
         if (
             tensor.element_size() > 8
-            or tensor.device.type != "cpu"
+            or tensor.device.type not in ("cpu", "cuda")
             or tensor.layout is not torch.strided
             or tensor.untyped_storage().data_ptr() == 0
         ):
             raise PlacementError(
-                f"storage of {name!r} is not plain host memory of elements up to 8 bytes (device {tensor.device}, "
-                f"layout {tensor.layout}, dtype {tensor.dtype}); materialise the model on the CPU before tracing it"
+                f"storage of {name!r} is not plain memory of elements up to 8 bytes (device {tensor.device}, "
+                f"layout {tensor.layout}, dtype {tensor.dtype}); materialise the model before tracing it"
             )
 
     def _refuse_overlap(self) -> None:
@@ -101,10 +101,17 @@ class StorageMap:
     def __len__(self) -> int:
         return len(self._bytes)
 
-    def words(self, storage: int, width: int) -> Words:
-        """All whole words of ``width`` bytes of a storage, writable; index 0 is at its first byte."""
+    def memory(self, storage: int, width: int) -> Words | DeviceWords:
+        """All whole words of ``width`` bytes of a storage, where they live; index 0 is at its first byte."""
         raw = self._bytes[storage]
-        return raw[: raw.size // width * width].view(word_dtype(width))
+        raw = raw[: raw.numel() // width * width]
+        if raw.device.type == "cpu":
+            return raw.numpy().view(word_dtype(width))
+        return DeviceWords.of_bytes(raw, width)
+
+    def words(self, storage: int, width: int) -> Words:
+        """The same, to be read on the host: of storage on a device a copy."""
+        return on_host(self.memory(storage, width))
 
     def names(self, storage: int) -> tuple[str, ...]:
         """Names of the parameters and buffers over a storage."""
@@ -153,7 +160,7 @@ class StorageMap:
         return [StorageView(s, d, w, tuple(n), self._coverage(s, w, n)) for (s, d, w), n in groups.items()]
 
     def _coverage(self, storage: int, width: int, names: list[str]) -> NDArray[np.bool_] | None:
-        count = self._bytes[storage].size // width
+        count = self._bytes[storage].numel() // width
         if any(self._tensors[n].is_contiguous() and self._tensors[n].numel() == count for n in names):
             return None
         covered = np.zeros(count, np.bool_)

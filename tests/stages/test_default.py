@@ -73,7 +73,7 @@ def test_receivers_and_trackers_end_at_exactly_the_live_bits() -> None:
         else:
             assert record.tensor is not None
             rank.trackers.residual[record.tensor][record.region.flat(decode_positions(record.positions))] = record.new()
-    assert all((rank.trackers[key] == rank.live[key]).all() for key in rank.trackers)
+    assert all((rank.trackers.tasks[key] == rank.live[key]).all() for key in rank.trackers)
     assert run(capture, rank.shards()) == []
 
 

@@ -104,7 +104,7 @@ def jit(function: F) -> F:
 def _sources() -> str:
     """Digest of all files with kernels."""
     total = blake3.blake3()
-    for file in sorted(files(__package__).iterdir(), key=lambda file: file.name):
+    for file in sorted(files("dcr_stream.codec.kernels").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".py"):
             total.update(file.read_bytes())
     return total.hexdigest()
