@@ -4,7 +4,8 @@ Only what changed crosses to the host, where it is coded as any other change: th
 where words live. Torch has little arithmetic for unsigned integers, so words are signed there; sums and differences of
 bits are the same modulo 2^w.
 
-On a device of type ``cpu`` the same operations run on the host: that is how they are tested where there is no other.
+On a device of type ``cpu`` the same operations run on the host: that is how they are tested where there is no other
+(:func:`is_host` then says no).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dcr_stream.codec.digest import lane
 from dcr_stream.codec.positions import encode_positions
 from dcr_stream.delta import EntryMode, Positions
 
-__all__ = ["DeviceWords", "on_host"]
+__all__ = ["DeviceWords", "is_host", "on_host"]
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements compared at a time
@@ -124,6 +125,11 @@ class DeviceWords:
         """Indices or words on the device, words signed."""
         signed = np.array(array).view(f"i{array.itemsize}" if array.itemsize > 1 else "u1")
         return torch.from_numpy(signed).to(self._words.device)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether words on a device are the host's, for its own kernels to work on."""
+    return device.type == "cpu"
 
 
 def on_host(words: Words | DeviceWords) -> Words:

@@ -10,7 +10,7 @@ import torch
 
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec, Words
 from dcr_stream.codec.bits import dtype_name, words
-from dcr_stream.codec.device import DeviceWords
+from dcr_stream.codec.device import DeviceWords, is_host
 from dcr_stream.delta import Conversion, Segment, Task
 from dcr_stream.errors import CaptureError, UsageError
 from dcr_stream.interfaces import Source
@@ -72,7 +72,7 @@ class TorchSource(Source):
         self._live: dict[str, torch.Tensor] = {name: t.detach() for name, t in tensors.items()}
         self._published = published_dtype
         self._agree = agree
-        self._device_types = frozenset({"cuda"} if device_trackers else ())
+        self._device_trackers = device_trackers
         self._conversions = [self._probe(c) for c in conversions]
         residual = {name for c in conversions for name in c.inputs}
         specs = [self._spec(name, t) for name, t in self._live.items() if name not in residual]
@@ -158,7 +158,7 @@ class TorchSource(Source):
                     segments=segments,
                     conversions=tuple(by_input.get(name, ())),
                     frozen=name in self._frozen,
-                    live=self._on_device(name) if tensor.device.type in self._device_types else None,
+                    live=self._on_device(name),
                 )
             )
         return tuple(tasks)
@@ -178,7 +178,8 @@ class TorchSource(Source):
         return read
 
     def _on_device(self, name: str) -> Callable[[int, int], DeviceWords] | None:
-        if not self._live[name].is_contiguous() or self._live[name].numel() == 0:
+        tensor = self._live[name]
+        if not self._device_trackers or is_host(tensor.device) or not tensor.is_contiguous() or tensor.numel() == 0:
             return None
 
         def live(lo: int, hi: int) -> DeviceWords:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Words, word_dtype
-from dcr_stream.codec.device import DeviceWords, on_host
+from dcr_stream.codec.device import DeviceWords, is_host, on_host
 from dcr_stream.errors import LayoutChanged, PlacementError
 from dcr_stream.interfaces import Loader
 from dcr_stream.trace.plan import Layout, StorageRange, TensorIdentity
@@ -105,7 +105,7 @@ class StorageMap:
         """All whole words of ``width`` bytes of a storage, where they live; index 0 is at its first byte."""
         raw = self._bytes[storage]
         raw = raw[: raw.numel() // width * width]
-        if raw.device.type == "cpu":
+        if is_host(raw.device):
             return raw.numpy().view(word_dtype(width))
         return DeviceWords.of_bytes(raw, width)
 
