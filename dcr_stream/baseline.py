@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcr_stream.canonical import Region, TensorDirectory, Words, word_dtype
-from dcr_stream.codec.device import DeviceWords, on_host
+from dcr_stream.codec.device import on_host
 from dcr_stream.codec.digest import add_sums, state_sums
 from dcr_stream.codec.positions import whole
-from dcr_stream.delta import Conversion, Record, Task, Trackers
+from dcr_stream.delta import Conversion, Record, RemoteWords, Task, Trackers
 from dcr_stream.errors import UsageError
 from dcr_stream.interfaces import Source
 from dcr_stream.messages import OwnedRegion, Sum
@@ -36,7 +36,7 @@ class Part:
     start: int
     task: str | None
 
-    def words(self, trackers: Trackers) -> Words | DeviceWords:
+    def words(self, trackers: Trackers) -> Words | RemoteWords:
         """The committed bits, in the region's row-major order (a view)."""
         array = trackers.residual[self.tensor] if self.task is None else trackers[self.task]
         return array[self.start : self.start + self.region.count]

@@ -7,17 +7,15 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from dcr_stream.canonical import Bytes, Region, Words
-
-if TYPE_CHECKING:
-    from dcr_stream.codec.device import DeviceWords
+from dcr_stream.canonical import Bytes, Indices, Region, Words
 
 __all__ = [
     "Bucket",
@@ -30,6 +28,7 @@ __all__ = [
     "PositionMode",
     "Positions",
     "Record",
+    "RemoteWords",
     "Segment",
     "Shard",
     "Stream",
@@ -66,6 +65,40 @@ class Positions:
     def nbytes(self) -> int:
         """Host bytes held."""
         return self.high.nbytes + self.low.nbytes + self.bitmap.nbytes
+
+
+class RemoteWords(ABC):
+    """A flat array of words that is not in host memory; ``dcr_stream.codec.device`` has those on a torch device."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of words."""
+
+    @property
+    @abstractmethod
+    def itemsize(self) -> int:
+        """Bytes of a word."""
+
+    @abstractmethod
+    def __getitem__(self, some: slice) -> RemoteWords:
+        """A view of some of them."""
+
+    @abstractmethod
+    def copy(self) -> RemoteWords:
+        """A copy in the same place."""
+
+    @abstractmethod
+    def host(self) -> Words:
+        """A copy on the host."""
+
+    @abstractmethod
+    def changes_to(self, live: RemoteWords) -> tuple[Positions, Words, Words]:
+        """Where ``live``, in the same place, differs: positions, differences modulo 2^w, old bits, on the host."""
+
+    @abstractmethod
+    def add_at(self, at: Indices, differences: Words) -> None:
+        """Add differences (modulo 2^w) to the elements ``at``, each of which occurs once and exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +148,10 @@ class Task:
     segments: tuple[Segment, ...] | None
     conversions: tuple[Conversion, ...] = ()
     frozen: bool = False
-    live: Callable[[int, int], DeviceWords] | None = None
+    live: Callable[[int, int], RemoteWords] | None = None
 
 
-class Trackers(Mapping[str, "Words | DeviceWords"]):
+class Trackers(Mapping[str, "Words | RemoteWords"]):
     """The owner's view of version v: one array of words per task key, and the residual baseline per tensor.
 
     ``tasks`` are on the host; ``on_device`` those of tasks that are compared on their device.
@@ -126,11 +159,11 @@ class Trackers(Mapping[str, "Words | DeviceWords"]):
 
     def __init__(self) -> None:
         self.tasks: dict[str, Words] = {}
-        self.on_device: dict[str, DeviceWords] = {}
+        self.on_device: dict[str, RemoteWords] = {}
         self.residual: dict[int, Words] = {}
         self.borrowed: set[str] = set()
 
-    def __getitem__(self, key: str) -> Words | DeviceWords:
+    def __getitem__(self, key: str) -> Words | RemoteWords:
         found = self.on_device.get(key)
         return found if found is not None else self.tasks[key]
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from dcr_stream.canonical import Region, Words
 from dcr_stream.codec.boxes import add_at, flat_indices, located
-from dcr_stream.codec.device import DeviceWords
 from dcr_stream.codec.digest import add_sums, change_sum, state_change, sub_sums
 from dcr_stream.codec.positions import position_fault
-from dcr_stream.delta import Record, Tally, Trackers
+from dcr_stream.delta import Record, RemoteWords, Tally, Trackers
 from dcr_stream.errors import PendingSetFull, RecordsAltered
 from dcr_stream.messages import Sum
 from dcr_stream.spill import SpillFile
@@ -198,11 +197,11 @@ class PendingSet:
             record = self._load(held)
             if record.task is None:
                 assert record.tensor is not None
-                target: Words | DeviceWords = trackers.residual[record.tensor]
+                target: Words | RemoteWords = trackers.residual[record.tensor]
             else:
                 target = trackers[record.task]
             for at, some in located(_home(record), record.positions):
-                if isinstance(target, DeviceWords):
+                if isinstance(target, RemoteWords):
                     target.add_at(at, record.differences[some])
                 else:
                     add_at(target, at, record.differences[some])

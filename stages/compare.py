@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 from dcr_stream.canonical import Region, Words
 from dcr_stream.codec.boxes import located
-from dcr_stream.codec.device import DeviceWords
 from dcr_stream.codec.digest import change_sum
 from dcr_stream.codec.scan import Found
-from dcr_stream.delta import Change, Positions, Shard, Tally
+from dcr_stream.delta import Change, Positions, RemoteWords, Shard, Tally
 from dcr_stream.errors import CaptureError
 from dcr_stream.flow import Stage, expand
 from dcr_stream.flow.arguments import check_at_least
@@ -80,7 +79,7 @@ def _changes(group: Group) -> Iterator[Change]:
 
 def _compare(shard: Shard) -> Change:
     task, lo, hi, known = shard.task, shard.lo, shard.hi, shard.trackers[shard.task.key]
-    if isinstance(known, DeviceWords):
+    if isinstance(known, RemoteWords):
         assert task.live is not None
         positions, differences, old = known[lo:hi].changes_to(task.live(lo, hi))
     else:

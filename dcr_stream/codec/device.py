@@ -17,7 +17,7 @@ from dcr_stream.canonical import Indices, Region, Words, word_dtype
 from dcr_stream.codec.boxes import copies, find
 from dcr_stream.codec.digest import lane
 from dcr_stream.codec.positions import encode_positions
-from dcr_stream.delta import EntryMode, Positions
+from dcr_stream.delta import EntryMode, Positions, RemoteWords
 
 __all__ = ["DeviceWords", "is_host", "on_host"]
 
@@ -25,7 +25,7 @@ _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements compared at a time
 
 
-class DeviceWords:
+class DeviceWords(RemoteWords):
     """A flat array of words on a device. Slices are views; :func:`on_host` copies one to the host.
 
     Args:
@@ -71,12 +71,13 @@ class DeviceWords:
         """A copy on the host. Waits for what the current stream has still to write."""
         return self._words.to("cpu", copy=True).numpy().view(self.dtype)
 
-    def changes_to(self, live: DeviceWords) -> tuple[Positions, Words, Words]:
+    def changes_to(self, live: RemoteWords) -> tuple[Positions, Words, Words]:
         """Where ``live``, on the same device, differs: positions, differences modulo 2^w, and old bits, on the host.
 
         On the device this needs 8 bytes for each changed element, and a byte for each of the elements compared at a
         time (4 Mi).
         """
+        assert isinstance(live, DeviceWords)
         where, differences, old = [], [], []
         for lo in range(0, self.size, _BLOCK):
             now, was = live._words[lo : lo + _BLOCK], self._words[lo : lo + _BLOCK]
@@ -132,6 +133,6 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def on_host(words: Words | DeviceWords) -> Words:
+def on_host(words: Words | RemoteWords) -> Words:
     """Words on the host: themselves, or a copy of those that live on a device."""
-    return words.host() if isinstance(words, DeviceWords) else words
+    return words.host() if isinstance(words, RemoteWords) else words
