@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Bytes, Indices
-from dcr_stream.codec.kernels.lanes import LANES, Number, jit, population, readable, trailing_zeros
+from dcr_stream.codec.kernels.lanes import LANES, Number, jit, masks, population, readable, trailing_zeros
 
 __all__ = ["ascends", "count_bitmap", "decode_bitmap", "encode_bitmap"]
 
@@ -29,21 +29,14 @@ def encode_bitmap(positions: Indices, elements: int) -> Bytes:
 
 def count_bitmap(bitmap: Bytes) -> int:
     """See :func:`dcr_stream.codec.bitmap.count_bitmap`."""
-    return int(_count(_masks(bitmap)))
+    return int(_count(masks(bitmap)))
 
 
 def decode_bitmap(bitmap: Bytes, start: int, into: Indices) -> int:
     """See :func:`dcr_stream.codec.bitmap.decode_bitmap`."""
     if into.size < bitmap.size * 8 + _GROUP:
         raise IndexError(f"{into.size} indices are no room for {bitmap.size * 8} bits")
-    return int(_decode(_masks(bitmap), start, into))
-
-
-def _masks(bitmap: Bytes) -> NDArray[np.uint64]:
-    """A bitmap as masks of 64 positions (little-endian); a copy, since columns start and end anywhere."""
-    masks = np.zeros((bitmap.size + 7) // 8, np.uint64)
-    masks.view(np.uint8)[: bitmap.size] = bitmap
-    return masks
+    return int(_decode(masks(bitmap), start, into))
 
 
 @jit

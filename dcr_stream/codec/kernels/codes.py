@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Bytes, Words
-from dcr_stream.codec.kernels.lanes import LANES, Number, at_least, jit, population, readable, trailing_zeros
+from dcr_stream.codec.kernels.lanes import LANES, Number, at_least, jit, masks, population, readable, trailing_zeros
 
 __all__ = ["count_codes", "decode_codes", "encode_codes"]
 
@@ -35,7 +35,7 @@ def encode_codes(differences: Words) -> tuple[int, Bytes, Bytes, Bytes]:
 
 def count_codes(codes: Bytes, excess: Bytes, width: int, count: int) -> tuple[int, int]:
     """See :func:`dcr_stream.codec.codes.count_codes`."""
-    saturated, escapes = _count(_words(codes), readable(excess), width)
+    saturated, escapes = _count(masks(codes), readable(excess), width)
     return int(saturated), int(escapes)
 
 
@@ -45,13 +45,6 @@ def decode_codes(codes: Bytes, excess: Bytes, escaped: Bytes, width: int, count:
     padded = readable(np.concatenate([excess, np.zeros(_SPARE, np.uint8)]))
     _decode(readable(codes), padded, readable(escaped), width, differences)
     return differences
-
-
-def _words(codes: Bytes) -> NDArray[np.uint64]:
-    """A copy as words, filled up with zeros."""
-    words = np.zeros((codes.size + 7) // 8, np.uint64)
-    words.view(np.uint8)[: codes.size] = codes
-    return words
 
 
 @jit

@@ -24,8 +24,8 @@ through narrowing shifts), for elements of 1, 2, 4 and 8 bytes alike. Loads are 
 
 **The branch that remains** is the end of the inner loop: how many changes 64 elements hold is not predictable, and one
 misprediction costs as much as several changes. With 1 to 5 % changed most blocks have 0 to 4, so the scan takes four
-steps without asking, into room that exists anyway, moves on by the mask's population count, and loops only over what is
-beyond four. Steps that find the mask empty write garbage that the next block overwrites. After a few blocks without a
+steps at a time without asking, into room that exists anyway, and moves on by the mask's population count. Steps that
+find the mask empty write garbage that the next block overwrites. After a few blocks without a
 change, four are compared before anything is asked (:func:`any_differs`).
 
 **Indices without a sign.** An index that could be negative counts from the end in Python, so compiled code has to look
@@ -51,9 +51,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from dcr_stream.canonical import Words
+from dcr_stream.canonical import Bytes, Words
 
 __all__ = [
     "AHEAD",
@@ -66,6 +67,7 @@ __all__ = [
     "differing",
     "jit",
     "leading_zeros",
+    "masks",
     "population",
     "prefetch",
     "readable",
@@ -120,6 +122,13 @@ def readable(array: Words) -> Words:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def masks(column: Bytes) -> NDArray[np.uint64]:
+    """Bytes as little-endian masks of 64 bits, filled up with zeros; a copy, since columns start and end anywhere."""
+    filled = np.zeros((column.size + 7) // 8, np.uint64)
+    filled.view(np.uint8)[: column.size] = column
+    return filled
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:

@@ -132,22 +132,16 @@ def _scan_gaps(
                 g += _ONE
                 after += _ESCAPE
             g -= k
-            for _ in range(4):
-                p = t + trailing_zeros(mask)
-                mask &= mask - _ONE
-                high[g + k] = np.uint8(p - after)
-                after = p + _ONE
-                old[k] = known[p]
-                differences[k] = live[p] - known[p]
-                k += _ONE
-            while mask != _NONE:
-                p = t + trailing_zeros(mask)
-                mask &= mask - _ONE
-                high[g + k] = np.uint8(p - after)
-                after = p + _ONE
-                old[k] = known[p]
-                differences[k] = live[p] - known[p]
-                k += _ONE
+            while k < end:
+                # Steps beyond the last bit write what the next block overwrites.
+                for _ in range(4):
+                    p = t + trailing_zeros(mask)
+                    mask &= mask - _ONE
+                    high[g + k] = np.uint8(p - after)
+                    after = p + _ONE
+                    old[k] = known[p]
+                    differences[k] = live[p] - known[p]
+                    k += _ONE
             k, after = end, last + _ONE
             g += k
         t += _LANES
