@@ -132,7 +132,7 @@ def test_kernels_that_raise_are_an_error(patch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device\nand much more")
 
     patch.setattr("dcr_stream.codec.warm.warm_up", compile_nothing)
-    told(examine(), "error", "No space left on device", "may hold code of another release", f"set {VARIABLE}=numpy")
+    told(examine(), "error", "No space left on device", "may be damaged", f"set {VARIABLE}=numpy")
 
 
 def test_no_folder_for_compiled_code_is_a_warning(

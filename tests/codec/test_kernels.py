@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import dcr_stream
 from dcr_stream.canonical import Words, word_dtype
 from dcr_stream.codec import digest, warm_up
 from dcr_stream.codec.bitmap import ascends, count_bitmap, decode_bitmap, encode_bitmap
@@ -330,6 +333,29 @@ def test_without_numba_the_references_run(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(VARIABLE, "numba")
     with pytest.raises(UsageError, match="numba cannot be imported"):
         implementation()
+
+
+def test_kept_code_is_compiled_again_when_a_file_that_it_inlines_changes(tmp_path: Path) -> None:
+    """numba looks at a kernel's own file only: after an update it would run half of the old version."""
+    package = tmp_path / "dcr_stream"
+    shutil.copytree(Path(dcr_stream.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import numpy as np; from dcr_stream.codec.bitmap import count_bitmap as c; print(c(np.full(8, 3, np.uint8)))"
+    )
+    env = {**os.environ, VARIABLE: "numba", "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+
+    def run() -> str:
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert run().strip() == run().strip() == "16"
+    assert list((tmp_path / "kept").rglob("*.nbc"))
+    lanes = package / "codec" / "kernels" / "lanes.py"
+    text = lanes.read_text()
+    assert text.count("return builder.ctpop(args[0])") == 1
+    one_more = "return builder.add(builder.ctpop(args[0]), ir.Constant(ir.IntType(64), 1))"
+    lanes.write_text(text.replace("return builder.ctpop(args[0])", one_more))
+    assert run().strip() == "17"
 
 
 def test_kernels_compile_where_no_folder_can_be_written() -> None:
