@@ -339,8 +339,9 @@ def test_kept_code_is_compiled_again_when_a_file_that_it_inlines_changes(tmp_pat
     """numba looks at a kernel's own file only: after an update it would run half of the old version."""
     package = tmp_path / "dcr_stream"
     shutil.copytree(Path(dcr_stream.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    code = (
-        "import numpy as np; from dcr_stream.codec.bitmap import count_bitmap as c; print(c(np.full(8, 3, np.uint8)))"
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import numpy\nfrom dcr_stream.codec.bitmap import count_bitmap\nprint(count_bitmap(numpy.full(8, 3, 'u1')))\n"
     )
     env = {**os.environ, VARIABLE: "numba", "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
 
