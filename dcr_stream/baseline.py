@@ -105,6 +105,8 @@ def fill_trackers(source: Source) -> Trackers:
                     f"{spec.name!r}, which has shape {spec.shape} and dtype {spec.dtype}"
                 )
             trackers.residual[tensor] = words.copy()
+    if trackers.on_device:
+        source.synchronize()  # a device copies later than it is told to
     return trackers
 
 

@@ -21,7 +21,6 @@ from dcr_stream.delta import CodedBucket, Shard, Trackers
 from dcr_stream.errors import (
     AttemptFenced,
     CaptureError,
-    DcrError,
     PeerLost,
     StaleEpoch,
     TransitionAbandoned,
@@ -342,7 +341,8 @@ class OwnerRole:
                 assert self._trackers is not None
                 try:
                     await self._runtime.workers.run(candidate.pending.advance, self._trackers)
-                except (DcrError, MemoryError) as error:
+                except Exception as error:
+                    # Whatever it was (a device has errors of its own): trackers may be at different versions.
                     self._forget(f"owner {self.name!r} could not advance to version {record.version}: {error}")
                     raise
             self._sums, self.version = candidate.sums, record.version

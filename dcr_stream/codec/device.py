@@ -10,6 +10,8 @@ On a device of type ``cpu`` the same operations run on the host: that is how the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -18,22 +20,24 @@ from dcr_stream.codec.boxes import copies, find
 from dcr_stream.codec.digest import lane
 from dcr_stream.codec.positions import encode_positions
 from dcr_stream.delta import EntryMode, Positions, RemoteWords
+from dcr_stream.errors import CaptureError
 
-__all__ = ["DeviceWords", "is_host", "on_host"]
+__all__ = ["DeviceWords", "gather", "is_host", "on_host", "wait_for"]
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 22  # elements compared at a time
+_BLOCK = 1 << 22  # elements compared or gathered at a time
 
 
 class DeviceWords(RemoteWords):
     """A flat array of words on a device. Slices are views; :func:`on_host` copies one to the host.
 
     Args:
-        tensor: contiguous elements of 1, 2, 4 or 8 bytes, of any dtype; viewed, not copied.
+        tensor: elements of 1, 2, 4 or 8 bytes, of any dtype; viewed if they are contiguous, else copied.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._words = tensor.detach().reshape(-1).view(_SIGNED[tensor.element_size()])
+        stored = tensor.detach().resolve_conj().resolve_neg().view(_SIGNED[tensor.element_size()])
+        self._words = stored.reshape(-1)
 
     @classmethod
     def of_bytes(cls, raw: torch.Tensor, width: int) -> DeviceWords:
@@ -74,10 +78,18 @@ class DeviceWords(RemoteWords):
     def changes_to(self, live: RemoteWords) -> tuple[Positions, Words, Words]:
         """Where ``live``, on the same device, differs: positions, differences modulo 2^w, and old bits, on the host.
 
-        On the device this needs 8 bytes for each changed element, and a byte for each of the elements compared at a
-        time (4 Mi).
+        On the device this needs a byte for each of the elements compared at a time (4 Mi), and for each that changed
+        8 bytes and three words.
+
+        Raises:
+            CaptureError: ``live`` are other words than these: of another width or number, or elsewhere.
         """
-        assert isinstance(live, DeviceWords)
+        if not isinstance(live, DeviceWords) or live._what != self._what:
+            found = live._what if isinstance(live, DeviceWords) else f"{live.size} words elsewhere"
+            raise CaptureError(
+                f"live weights were read as {found}, and their tracker holds {self._what}; where they live and what "
+                "they are must not change within a run"
+            )
         where, differences, old = [], [], []
         for lo in range(0, self.size, _BLOCK):
             now, was = live._words[lo : lo + _BLOCK], self._words[lo : lo + _BLOCK]
@@ -96,14 +108,14 @@ class DeviceWords(RemoteWords):
 
     def add_at(self, at: Indices, differences: Words) -> None:
         """As :func:`dcr_stream.codec.boxes.add_at`."""
-        self._put("add", self._moved(at), self._moved(differences))
+        self._put("add", self._places(at), self._moved(differences))
 
     def write_box(
         self, region: Region, place: Region, mode: EntryMode, key: int, flat: Indices, values: Words
     ) -> tuple[int, ...]:
         """As :func:`dcr_stream.codec.boxes.write_box`, into these words."""
         for chosen, at in find(region, place, flat):
-            self._put(mode, self._moved(at), self._moved(values[chosen]))
+            self._put(mode, self._places(at), self._moved(values[chosen]))
         return self.sum_box(region, place, key, flat)
 
     def sum_box(self, region: Region, place: Region, key: int, flat: Indices) -> tuple[int, ...]:
@@ -113,7 +125,22 @@ class DeviceWords(RemoteWords):
 
     def at(self, indices: Indices) -> Words:
         """The words at some indices, on the host."""
-        return DeviceWords(self._words[self._moved(indices)]).host()
+        found = np.empty(indices.size, self.dtype)
+        for lo in range(0, indices.size, _BLOCK):
+            some = indices[lo : lo + _BLOCK]
+            found[lo : lo + some.size] = DeviceWords(self._words[self._places(some)]).host()
+        return found
+
+    def strided(self, region: Region) -> Words:
+        """The words at a region, with its sizes: a copy on the host."""
+        self._require_inside(region.offset, region.last)
+        start = self._words.storage_offset() + region.offset
+        found = self._words.as_strided(region.sizes, region.strides, start).contiguous()
+        return found.to("cpu", copy=True).numpy().view(self.dtype)
+
+    @property
+    def _what(self) -> str:
+        return f"{self.size} words of {self.itemsize} bytes on {self._words.device}"
 
     def _put(self, mode: EntryMode, at: torch.Tensor, values: torch.Tensor) -> None:
         if mode == "add":
@@ -121,6 +148,16 @@ class DeviceWords(RemoteWords):
         elif mode == "xor":
             values = self._words[at] ^ values
         self._words[at] = values
+
+    def _places(self, at: Indices) -> torch.Tensor:
+        """Indices on the device. Checked here: one beyond the end makes the device useless to this process."""
+        if at.size:
+            self._require_inside(int(at.min()), int(at.max()))
+        return self._moved(at)
+
+    def _require_inside(self, first: int, last: int) -> None:
+        if not 0 <= first <= last < self.size:
+            raise IndexError(f"elements {first} to {last} do not lie in {self._what}")
 
     def _moved(self, array: Words) -> torch.Tensor:
         """Indices or words on the device, words signed."""
@@ -133,6 +170,18 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def gather(words: Words | DeviceWords, at: Indices) -> Words:
+    """The words at some indices, on the host."""
+    return words.at(at) if isinstance(words, DeviceWords) else words[at]
+
+
 def on_host(words: Words | RemoteWords) -> Words:
     """Words on the host: themselves, or a copy of those that live on a device."""
     return words.host() if isinstance(words, RemoteWords) else words
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until devices have done all that they were told to, on every stream."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

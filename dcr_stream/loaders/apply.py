@@ -8,7 +8,7 @@ import numpy as np
 
 from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.codec.boxes import located, sum_box, write_box
-from dcr_stream.codec.device import DeviceWords
+from dcr_stream.codec.device import DeviceWords, gather
 from dcr_stream.codec.digest import add_sums, state_sums, tensor_key
 from dcr_stream.codec.entries import Decoded
 from dcr_stream.delta import Item, Positions
@@ -95,8 +95,7 @@ def full_sums(plan: PlacementPlan, storage: StorageMap, tensors: Iterable[int]) 
             copies += [(0, 0)] * (box.copy + box.copies - len(copies))
             for copy, region, place in _single_copies(box):
                 for flat, at in _in_blocks(region, place):
-                    bits = words.at(at) if isinstance(words, DeviceWords) else words[at]
-                    copies[copy] = add_sums(copies[copy], state_sums(tensor, flat, bits))
+                    copies[copy] = add_sums(copies[copy], state_sums(tensor, flat, gather(words, at)))
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from dcr_stream.codec.device import wait_for
 from dcr_stream.errors import ApplyError, UsageError
 from dcr_stream.interfaces import Loader, LoadSession
 from dcr_stream.loaders.reachable import reachable_tensors
@@ -88,6 +89,10 @@ class TorchLoader(Loader):
         if self._refresh is not None:
             with torch.no_grad():
                 self._refresh()
+
+    @override
+    def synchronize(self) -> None:
+        wait_for({tensor.device for tensor in self.storage().values()})
 
     @override
     def declared_unplaced(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ import torch
 
 from dcr_stream.canonical import Region, TensorDirectory, TensorSpec, Words
 from dcr_stream.codec.bits import dtype_name, words
-from dcr_stream.codec.device import DeviceWords, is_host
+from dcr_stream.codec.device import DeviceWords, is_host, wait_for
 from dcr_stream.delta import Conversion, Segment, Task
 from dcr_stream.errors import CaptureError, UsageError
 from dcr_stream.interfaces import Source
@@ -45,8 +45,8 @@ class TorchSource(Source):
         published_dtype: cast floating-point tensors to this dtype when reading.
         conversions: residual conversions; their inputs are not published themselves.
         frozen: names that never change after the first refit: sent in dense refits, never scanned again.
-        device_trackers: keep the trackers of contiguous tensors that live on a CUDA device there, and compare them
-            there. It costs that device a copy of the weights and spares the host one; only changes cross to it.
+        device_trackers: keep the trackers of tensors that live on a device there, and compare them there. It costs
+            that device a copy of what is published and spares the host one; only changes cross to it.
         agree: an all-reduce of "ok" over the training ranks (:func:`all_agree`).
     """
 
@@ -110,9 +110,7 @@ class TorchSource(Source):
                     f"{list(now.shape)}; a run keeps its tensors: start a new one"
                 )
             self._live[name] = now
-        for device in {t.device for t in self._live.values()}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        wait_for({tensor.device for tensor in self._live.values()})
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._published is not None and tensor.is_floating_point():
@@ -163,29 +161,25 @@ class TorchSource(Source):
             )
         return tuple(tasks)
 
-    def _reader(self, name: str) -> Callable[[int, int], Words]:
-        def read(lo: int, hi: int) -> Words:
-            tensor = self._live[name]
-            rows = tensor if tensor.is_contiguous() else tensor.squeeze()
-            inner = rows[0].numel() if rows.dim() and rows.numel() else 0
-            if rows.is_contiguous() or not inner:
-                return words(self._cast(rows.reshape(-1)[lo:hi]))
-            # Only the rows that hold the range are copied, not the tensor.
-            first = lo // inner
-            part = rows[first : -(-hi // inner)].reshape(-1)
-            return words(self._cast(part[lo - first * inner : hi - first * inner]))
+    def _elements(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Some elements of a live tensor in row-major order, as they are published, where they live."""
+        tensor = self._live[name]
+        rows = tensor if tensor.is_contiguous() else tensor.squeeze()
+        inner = rows[0].numel() if rows.dim() and rows.numel() else 0
+        if rows.is_contiguous() or not inner:
+            return self._cast(rows.reshape(-1)[lo:hi])
+        # Only the rows that hold the range are copied, not the tensor.
+        first = lo // inner
+        part = rows[first : -(-hi // inner)].reshape(-1)
+        return self._cast(part[lo - first * inner : hi - first * inner])
 
-        return read
+    def _reader(self, name: str) -> Callable[[int, int], Words]:
+        return lambda lo, hi: words(self._elements(name, lo, hi))
 
     def _on_device(self, name: str) -> Callable[[int, int], DeviceWords] | None:
-        tensor = self._live[name]
-        if not self._device_trackers or is_host(tensor.device) or not tensor.is_contiguous() or tensor.numel() == 0:
+        if not self._device_trackers or is_host(self._live[name].device):
             return None
-
-        def live(lo: int, hi: int) -> DeviceWords:
-            return DeviceWords(self._cast(self._live[name].view(-1)[lo:hi]))
-
-        return live
+        return lambda lo, hi: DeviceWords(self._elements(name, lo, hi))
 
     def _bind(self, conversion: ResidualConversion, outputs: list[TensorSpec], key: str) -> Conversion:
         def run() -> dict[int, Words]:

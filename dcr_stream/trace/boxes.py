@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_stream.canonical import MAX_DIMS, Indices, Region
+from dcr_stream.canonical import MAX_DIMS, Indices, Region, Words
+from dcr_stream.codec.device import DeviceWords
 
 __all__ = ["BoxPair", "compress", "strided"]
 
@@ -15,8 +16,10 @@ BoxPair = tuple[Region, Region]
 """A canonical region and the place that holds it, with the same sizes."""
 
 
-def strided(array: NDArray[np.generic], region: Region) -> NDArray[np.generic]:
-    """The elements of a flat array at a region, as a view with the region's sizes. Nothing is copied."""
+def strided(array: Words | DeviceWords, region: Region) -> Words:
+    """The elements of a flat array at a region, with the region's sizes: a view, or a copy if they are on a device."""
+    if isinstance(array, DeviceWords):
+        return array.strided(region)
     spot = array[region.offset : region.last + 1]
     steps = tuple(s * array.itemsize for s in region.strides)
     return np.lib.stride_tricks.as_strided(spot, region.sizes, steps)

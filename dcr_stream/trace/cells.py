@@ -151,7 +151,7 @@ def _paint(counts: NDArray[np.uint32], region: Region) -> NDArray[np.uint32]:
     kept = [d for d, stride in enumerate(region.strides) if stride > 0 or region.sizes[d] == 1]
     sizes = tuple(region.sizes[d] for d in kept) or (1,)
     strides = tuple(region.strides[d] for d in kept) or (1,)
-    view: NDArray[np.uint32] = strided(counts, Region(region.offset, sizes, strides))  # type: ignore[assignment]
+    view: NDArray[np.uint32] = strided(counts, Region(region.offset, sizes, strides))
     return view
 
 

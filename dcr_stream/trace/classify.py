@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, TensorDirectory, Words
+from dcr_stream.codec.device import gather
 from dcr_stream.trace.contents import FALLBACKS, PROOFS, Choice, Contents, IdSpace, Patterns
 from dcr_stream.trace.passes import LoadFailed, LoadRunner
 from dcr_stream.trace.plan import Finding
@@ -86,7 +87,7 @@ class Prover:
     ) -> dict[int, list[tuple[int, Indices]]]:
         self._runner.load(contents, order)
         for s in self._seen:
-            s.look(self._storage.words(s.view.storage, s.width))
+            s.look(self._storage.memory(s.view.storage, s.width))
         return mismatches(contents, boxes, self._storage, self._seen)
 
     def classify(self, failed: dict[int, list[tuple[int, Indices]]]) -> Classified:
@@ -135,7 +136,8 @@ class Prover:
 
     def _held(self, watch: list[tuple[int, Indices]]) -> list[Words]:
         views = [self._seen[view] for view, _ in watch]
-        return [self._storage.words(s.view.storage, s.width)[at] for s, (_, at) in zip(views, watch, strict=True)]
+        held = [self._storage.memory(s.view.storage, s.width) for s in views]
+        return [gather(words, at) for words, (_, at) in zip(held, watch, strict=True)]
 
     def _check_attributed(
         self, view: int, at: Indices, owner: Indices, mixed: NDArray[np.bool_], result: Classified

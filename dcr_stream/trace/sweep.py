@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Region, Words
+from dcr_stream.codec.device import DeviceWords, gather
 from dcr_stream.trace.boxes import compress, strided
 from dcr_stream.trace.contents import Contents, Ids, IdSpace, payload_bits
 from dcr_stream.trace.passes import LoadRunner
@@ -82,9 +83,9 @@ class Seen:
     written: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     varied: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
-    def look(self, words: Words) -> None:
+    def look(self, words: Words | DeviceWords) -> None:
         """Compare the rest with what it holds after another load."""
-        now = words[self.rest]
+        now = gather(words, self.rest)
         changed = now != self.last
         self.varied |= changed
         self.written |= changed
@@ -123,14 +124,13 @@ def sweep(
     for number in range(1, space.passes()):
         runner.load(Ids(space, number))
         for s, snapshots in zip(seen, low, strict=True):
-            words = storage.words(s.view.storage, s.width)
-            s.look(words)
+            s.look(storage.memory(s.view.storage, s.width))
             if number < space.passes(s.width):
-                snapshots.append(Snapshot(words))
+                snapshots.append(Snapshot(storage.words(s.view.storage, s.width)))
     placed: dict[int, list[Placed]] = {}
     for i, (s, snapshots) in enumerate(zip(seen, low, strict=True)):
         _join(s, snapshots)
-        _place(i, s, space, storage.words(s.view.storage, s.width), placed)
+        _place(i, s, space, storage.memory(s.view.storage, s.width), placed)
     return space, seen, placed
 
 
@@ -211,7 +211,9 @@ def _rejoin(place: Indices, ids: Indices, count: Indices) -> tuple[Indices, Indi
     return place[starts], ids[starts], np.add.reduceat(count, starts)
 
 
-def _place(number: int, seen: Seen, space: IdSpace, words: Words, placed: dict[int, list[Placed]]) -> None:
+def _place(
+    number: int, seen: Seen, space: IdSpace, words: Words | DeviceWords, placed: dict[int, list[Placed]]
+) -> None:
     """Compress the runs of a view into boxes per tensor; runs that are no ids of such a tensor join the rest."""
     tensor, flat = space.locate(seen.width, seen.ids)
     last, _ = space.locate(seen.width, seen.ids + seen.count - 1)
@@ -222,7 +224,7 @@ def _place(number: int, seen: Seen, space: IdSpace, words: Words, placed: dict[i
         seen.rest = np.concatenate([seen.rest, stray])[order]
         seen.varied = np.concatenate([seen.varied, np.ones(stray.size, np.bool_)])[order]
         seen.written = np.concatenate([seen.written, np.ones(stray.size, np.bool_)])[order]
-        seen.last = words[seen.rest]
+        seen.last = gather(words, seen.rest)
         seen.place, seen.ids, seen.count = seen.place[good], seen.ids[good], seen.count[good]
         tensor, flat = tensor[good], flat[good]
     order = np.argsort(tensor, kind="stable")
@@ -249,7 +251,7 @@ def mismatches(
         words = contents.words(tensor)
         for box in boxes:
             s = seen[box.view]
-            held = strided(storage.words(s.view.storage, s.width), box.place)
+            held = strided(storage.memory(s.view.storage, s.width), box.place)
             wrong = held != strided(words, box.region)
             if wrong.any():
                 found.setdefault(tensor, []).append((box.view, box.place.flat(np.flatnonzero(wrong))))
@@ -273,7 +275,7 @@ def ids_at(
             width = seen[view].width
             if number >= space.passes(width):
                 continue
-            words = storage.words(seen[view].view.storage, width)[where].astype(np.uint64)
+            words = gather(storage.memory(seen[view].view.storage, width), where).astype(np.uint64)
             bits = payload_bits(width)
             valid[view] &= words >> np.uint64(bits) == 1
             low = (words & np.uint64((1 << bits) - 1)).astype(np.int64)

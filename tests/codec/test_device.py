@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from dcr_stream.canonical import Region, Words, word_dtype
 from dcr_stream.codec import encode_record
 from dcr_stream.codec.boxes import add_at, sum_box, write_box
-from dcr_stream.codec.device import DeviceWords, on_host
+from dcr_stream.codec.device import DeviceWords, gather, on_host
 from dcr_stream.delta import EntryMode, Record
+from dcr_stream.errors import CaptureError
 from dcr_stream.stages.compare import changed_elements
 from tests.codec.test_box_kernels import boxes
 from tests.devices import DEVICES
@@ -112,3 +113,32 @@ def test_what_is_summed_is_loaded_from_the_device_again(device: str, monkeypatch
 
     monkeypatch.setattr(DeviceWords, "_put", corrupting)
     assert moved(np.zeros(10, np.uint16), device).write_box(region, region, "overwrite", 9, flat, values) != honest
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("at", [-1, 10])
+def test_a_place_outside_is_refused_before_the_device_hears_of_it(at: int, device: str) -> None:
+    words, one = moved(np.zeros(10, np.uint16), device), np.ones(1, np.uint16)
+    with pytest.raises(IndexError, match="do not lie in 10 words"):
+        words.add_at(np.array([at]), one)
+    with pytest.raises(IndexError, match="do not lie in 10 words"):
+        words.at(np.array([at]))
+    region, place = Region.whole(1), Region(at, (1,), (1,))
+    with pytest.raises(IndexError, match="do not lie in 10 words"):
+        words.write_box(region, place, "add", 9, np.zeros(1, np.int64), one)
+    assert not on_host(words).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("other", [np.zeros(1, np.uint16), np.zeros(10, np.uint32)], ids=["fewer", "wider"])
+def test_live_words_of_another_kind_are_not_compared(other: Words, device: str) -> None:
+    """A single word would be compared with every element, and nothing would notice."""
+    with pytest.raises(CaptureError, match="must not change within a run"):
+        moved(np.zeros(10, np.uint16), device).changes_to(moved(other, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_places_are_gathered_in_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcr_stream.codec.device._BLOCK", 7)
+    words, at = random_words(np.random.default_rng(0), 100, 4), np.arange(99, -1, -3)
+    np.testing.assert_array_equal(gather(moved(words, device), at), words[at])

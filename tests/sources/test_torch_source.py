@@ -9,6 +9,7 @@ import torch
 from dcr_stream import TorchSource
 from dcr_stream.codec import words
 from dcr_stream.errors import UsageError
+from tests.devices import DEVICES, take_for_a_device
 
 
 def test_a_module_publishes_what_its_state_dict_holds() -> None:
@@ -44,6 +45,48 @@ def test_strided_tensors_are_read_in_row_major_order(tensor: torch.Tensor) -> No
     for step in (1, 4, 5, 100):
         parts = [task.read(lo, min(lo + step, task.numel)) for lo in range(0, task.numel, step)]
         assert np.array_equal(np.concatenate([want[:0], *parts]), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_elements_are_the_same_where_they_live(
+    device: str, cast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_for_a_device(monkeypatch, device)
+    tensors = {
+        "transposed": torch.randn(6, 4).t(),
+        "strided": torch.randn(4, 12)[:, ::3],
+        "expanded": torch.randn(1, 6).expand(5, 6),
+        "scalar": torch.tensor(float("nan")),
+        "empty": torch.zeros(0, 4).t(),
+        "bool": torch.tensor([True, False]),
+        "conjugated": torch.tensor([1 + 2j, 3j], dtype=torch.complex64).conj(),
+        "float8": torch.arange(5.0).to(torch.float8_e4m3fn),
+    }
+    live = {name: tensor.to(device) for name, tensor in tensors.items()}
+    for task in TorchSource(live, published_dtype=cast, device_trackers=True).tasks():
+        assert task.live is not None
+        for lo, hi in ((0, task.numel), (task.numel // 3, task.numel // 2)):
+            np.testing.assert_array_equal(task.live(lo, hi).host(), task.read(lo, hi))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_come_to_be_strided_are_followed_on_their_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_for_a_device(monkeypatch, device)
+    weights = torch.arange(6.0).view(2, 3).to(device)
+    source = TorchSource({"w": weights}, device_trackers=True)
+    [task] = source.tasks()
+    weights.data = torch.arange(6.0).view(3, 2).t().to(device)
+    source.synchronize()
+    assert task.live is not None
+    np.testing.assert_array_equal(task.live(1, 5).host(), words(weights)[1:5])
+
+
+def test_weights_on_the_host_have_host_trackers_whatever_was_asked_for() -> None:
+    [task] = TorchSource({"w": torch.zeros(3)}, device_trackers=True).tasks()
+    assert task.live is None
 
 
 def test_reading_a_transposed_tensor_copies_only_the_rows_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
