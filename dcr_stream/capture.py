@@ -159,7 +159,8 @@ def records_for(
         if record.tensor in left_out:
             continue
         if new is None:
-            yield replace(record, differences=np.zeros_like(record.differences), relative=False)
+            none = np.zeros_like(record.differences)
+            yield replace(record, differences=none, relative=False, digest=None)  # known is that of the new bits
         else:
             yield record
     if order.whole:
