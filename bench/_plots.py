@@ -133,7 +133,7 @@ def _holds(value: float | None, op: str, bound: float) -> bool:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.4g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _label(name: str) -> str:
