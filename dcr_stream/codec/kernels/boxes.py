@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dcr_stream.canonical import Indices, Region, Words
 from dcr_stream.codec.kernels.lanes import AHEAD, Number, jit, prefetch, readable
-from dcr_stream.codec.kernels.sums import mix
+from dcr_stream.codec.kernels.sums import mix, sum_lane
 from dcr_stream.delta import EntryMode
 
 __all__ = ["add_at", "flat_indices", "sum_box", "write_box"]
@@ -48,18 +48,21 @@ def write_box(
     """See :func:`dcr_stream.codec.boxes.write_box`."""
     if flat.size != values.size:
         raise IndexError(f"{flat.size} elements and {values.size} values")
-    table, shifts = _tables(region, place, words.size)
-    sums = np.zeros(shifts.size, np.uint64)
-    _walk(words, table, shifts, _MODES[mode], np.uint64(key), readable(flat), readable(values), sums)
-    return tuple(sums.tolist())
+    return _box(words, region, place, _MODES[mode], key, readable(flat), readable(values))
 
 
 def sum_box(words: Words, region: Region, place: Region, key: int, flat: Indices) -> tuple[int, ...]:
     """See :func:`dcr_stream.codec.boxes.sum_box`."""
+    return _box(words, region, place, _READ, key, readable(flat), readable(np.empty(0, words.dtype)))
+
+
+def _box(
+    words: Words, region: Region, place: Region, mode: int, key: int, flat: Indices, values: Words
+) -> tuple[int, ...]:
     table, shifts = _tables(region, place, words.size)
     sums = np.zeros(shifts.size, np.uint64)
-    none = readable(np.empty(0, words.dtype))
-    _walk(words, table, shifts, _READ, np.uint64(key), readable(flat), none, sums)
+    if not _run(words, table, shifts, mode, np.uint64(key), flat, values, sums):
+        _walk(words, table, shifts, mode, np.uint64(key), flat, values, sums)
     return tuple(sums.tolist())
 
 
@@ -108,7 +111,7 @@ def _flat(offset: Number, sizes: Table, strides: Table, positions: Indices, flat
 @jit
 def _add_at(words: Words, at: Indices, differences: Words) -> None:
     for i in range(at.size):
-        prefetch(words, at[min(i + AHEAD // 2, at.size - 1)])
+        prefetch(words, at[min(i + AHEAD, at.size - 1)])
         words[at[i]] += differences[i]
 
 
@@ -160,14 +163,56 @@ def _at(distance: Number, place: Number, step: Number, stride: Number, inverse: 
 
 
 @jit
+def _change(words: Words, mode: Number, at: Number, value: Number) -> None:
+    if mode == _ADD:
+        words[at] += value
+    elif mode == _XOR:
+        words[at] ^= value
+    elif mode == _OVERWRITE:
+        words[at] = value
+
+
+@jit
 def _put(words: Words, mode: Number, at: Number, value: Number) -> None:
     if at >= 0:
-        if mode == _ADD:
-            words[at] += value
-        elif mode == _XOR:
-            words[at] ^= value
-        elif mode == _OVERWRITE:
-            words[at] = value
+        _change(words, mode, at, value)
+
+
+@jit
+def _run(
+    words: Words,
+    table: Table,
+    shifts: Table,
+    mode: Number,
+    key: Number,
+    flat: Indices,
+    values: Words,
+    sums: NDArray[np.uint64],
+) -> Number:
+    """What ``_walk`` does, for indices that all lie in one run and are stored in one; False if they do not."""
+    size = flat.size
+    if size == 0:
+        return True
+    start, end, place, step, stride = _interval(table, flat[0])
+    if step != 1 or stride != 1 or flat[size - 1] >= end:
+        return False
+    bits = np.empty(AHEAD, words.dtype)
+    for lo in range(0, size, AHEAD):
+        here = flat[lo : lo + AHEAD]
+        count = here.size
+        for copy in range(shifts.size):
+            base = np.uint64(place + shifts[copy] - start)
+            if mode != _READ:
+                some = values[lo : lo + AHEAD]
+                for i in range(count):
+                    if copy == 0:
+                        prefetch(words, base + np.uint64(flat[min(lo + AHEAD + i, size - 1)]))
+                    _change(words, mode, base + np.uint64(here[i]), some[i])
+            # The second walk loads what storage holds now, after all writes of the block.
+            for i in range(count):
+                bits[i] = words[base + np.uint64(here[i])]
+            sums[copy] += sum_lane(key, here, bits[:count])
+    return True
 
 
 @jit

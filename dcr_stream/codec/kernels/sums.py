@@ -8,7 +8,7 @@ from dcr_stream.canonical import Indices, Words
 from dcr_stream.codec.kernels.lanes import Number, jit, readable
 from dcr_stream.messages import Sum
 
-__all__ = ["before_after", "lane", "lanes", "mix"]
+__all__ = ["before_after", "lane", "lanes", "mix", "sum_lane"]
 
 _INDEX = (np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD134_2543_DE82_EF95))
 _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
@@ -16,7 +16,7 @@ _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
 
 def lane(key: int, flat: Indices, bits: Words) -> int:
     """See :func:`dcr_stream.codec.digest.lane`."""
-    return int(_lane(np.uint64(key), readable(flat), readable(bits)))
+    return int(sum_lane(np.uint64(key), readable(flat), readable(bits)))
 
 
 def lanes(key: int, flat: Indices, bits: Words) -> Sum:
@@ -42,7 +42,8 @@ def mix(which: Number, key: Number, flat: Number, bits: Number) -> Number:
 
 
 @jit
-def _lane(key: Number, flat: Indices, bits: Words) -> Number:
+def sum_lane(key: Number, flat: Indices, bits: Words) -> Number:
+    """Sum of the first lane, as compiled kernels call it."""
     total = np.uint64(0)
     for i in range(flat.size):
         total += mix(0, key, flat[i], bits[i])
