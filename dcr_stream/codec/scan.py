@@ -24,12 +24,12 @@ ROOM = 64
 
 _PIECE = 1 << 16  # elements compared at a time by the reference: its mask stays in a core's cache
 _FIRST = 1 << 10
-_SAMPLES, _SAMPLE = 16, 64
+_SAMPLES, _SAMPLE = 8, 64
 
 
 @kernel("scan")
 def sample(live: Words, known: Words) -> float:
-    """Share of elements that differ, from sixteen runs of elements spread over a block."""
+    """Share of elements that differ, from eight runs of elements spread over a block."""
     step = max(live.size // _SAMPLES, _SAMPLE)
     runs = [slice(lo, lo + _SAMPLE) for lo in range(0, live.size, step)]
     differing = sum(int(np.count_nonzero(live[run] != known[run])) for run in runs)

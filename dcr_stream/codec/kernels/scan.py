@@ -29,7 +29,7 @@ _FOUR = np.uint64(4 * LANES)
 _QUIET = 4  # masks without a change after which four blocks are compared at a time
 _LANES, _LAST = np.uint64(LANES), np.uint64(LANES - 1)
 _ESCAPE = np.uint64(255)
-_SAMPLES, _SAMPLE = 16, 64
+_SAMPLES, _SAMPLE = 8, 64
 
 
 def sample(live: Words, known: Words) -> float:
