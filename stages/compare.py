@@ -16,7 +16,7 @@ from dcr_stream.stages.chunk import Group
 
 __all__ = ["BLOCK", "changed_elements", "compare", "tallied"]
 
-BLOCK = 1 << 22
+BLOCK = 1 << 23
 """Elements asked of a source at a time: what a source must gather or copy costs no more memory than this."""
 
 

@@ -19,7 +19,7 @@ ROOM = 4
 """Positions that may be written beyond those that are set."""
 
 
-def suits_bitmap(count: float, elements: int) -> bool:
+def suits_bitmap(count: int, elements: int) -> bool:
     """Whether ``count`` out of ``elements`` positions are coded as a bitmap rather than as gaps."""
     return 4 * count > elements
 

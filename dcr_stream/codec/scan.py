@@ -2,7 +2,7 @@
 
 A scan that listed indices would write eight bytes for each changed element, and a second pass would have to read them
 to make gaps of them. Where few elements change, gaps come straight out of the scan; where many do, the bits of the
-comparison itself are the bitmap. Which of the two to expect is estimated from a sample; what the sample got wrong is
+comparison itself are the bitmap. Which of the two to expect is estimated from the first changes; what they got wrong is
 coded again, so that the result depends on the changes alone.
 """
 
@@ -17,23 +17,13 @@ from dcr_stream.codec.kernels import kernel
 from dcr_stream.codec.positions import decode_positions, encode_positions, whole
 from dcr_stream.delta import PositionMode, Positions
 
-__all__ = ["ROOM", "Found", "sample", "scan_bits", "scan_gaps", "subtract"]
+__all__ = ["ROOM", "Found", "scan_bits", "scan_gaps", "subtract"]
 
 ROOM = 64
 """What a scan for gaps needs at least to make progress, in elements."""
 
 _PIECE = 1 << 16  # elements compared at a time by the reference: its mask stays in a core's cache
 _FIRST = 1 << 10
-_SAMPLES, _SAMPLE = 8, 64
-
-
-@kernel("scan")
-def sample(live: Words, known: Words) -> float:
-    """Share of elements that differ, from eight runs of elements spread over a block."""
-    step = max(live.size // _SAMPLES, _SAMPLE)
-    runs = [slice(lo, lo + _SAMPLE) for lo in range(0, live.size, step)]
-    differing = sum(int(np.count_nonzero(live[run] != known[run])) for run in runs)
-    return differing / max(sum(live[run].size for run in runs), 1)
 
 
 @kernel("scan")
@@ -113,8 +103,8 @@ class Found:
     """The elements of ``known`` whose live bits differ; live blocks are scanned one after the other.
 
     Every block but the last is a multiple of 64 elements. Memory that was never used before costs more to touch than
-    to fill. Arrays therefore start at the size that a sample suggests and grow straight to what the density so far
-    suggests, and where everything changed, the old bits are ``known`` itself.
+    to fill. Arrays therefore begin small and grow straight to what the density so far suggests, and where everything
+    changed, the old bits are ``known`` itself.
     """
 
     def __init__(self, known: Words) -> None:
@@ -124,20 +114,20 @@ class Found:
         self._mode: PositionMode = "gaps"
         self._bitmap = self._high = np.empty(0, np.uint8)
         self._differences = self._old = np.empty(0, known.dtype)
+        self._resize(min(_FIRST, known.size + ROOM))
 
     def add(self, live: Words) -> None:
         """Scan the next block."""
-        known = self._known[self._scanned : self._scanned + live.size]
-        if self._scanned == 0:
-            self._begin(sample(live, known))
-        if self._mode == "dense" and not self._add_dense(live, known):
+        start, stop = self._scanned, self._scanned + live.size
+        known = self._known[start:stop]
+        if self._mode == "gaps" and not self._add_gaps(live, known):
+            self._begin_again()
+        if self._mode == "dense" and not subtract(live, known, self._differences[start:stop]):
             self._go_sparse()
-        if self._mode == "gaps":
-            self._add_gaps(live, known)
-        elif self._mode == "bitmap":
-            bitmap = self._bitmap[self._scanned // 8 : (self._scanned + live.size + 7) // 8]
+        if self._mode == "bitmap":
+            bitmap = self._bitmap[start // 8 : (stop + 7) // 8]
             self._filled = scan_bits(live, known, bitmap, self._differences, self._old, self._filled)
-        self._scanned += live.size
+        self._scanned = stop
 
     def take(self) -> tuple[Positions, Words, Words]:
         """Positions, differences and old bits, in arrays of exactly their size."""
@@ -156,31 +146,24 @@ class Found:
         positions = found if expected else encode_positions(decode_positions(found), elements)
         return positions, self._differences, self._old
 
-    def _begin(self, density: float) -> None:
-        elements = self._known.size
-        if suits_bitmap(density, 1):
-            self._mode = "dense" if density == 1 else "bitmap"
-            self._differences = np.empty(elements, self._known.dtype)
-        if self._mode == "gaps":
-            self._resize(min(_FIRST + int(1.125 * density * elements), elements + ROOM))
-        elif self._mode == "bitmap":
-            self._make_bitmap()
-
-    def _make_bitmap(self) -> None:
-        self._bitmap = np.empty((self._known.size + 7) // 8, np.uint8)
-        self._old = np.empty(self._known.size, self._known.dtype)
-
-    def _add_dense(self, live: Words, known: Words) -> bool:
-        return subtract(live, known, self._differences[self._scanned : self._scanned + live.size])
+    def _begin_again(self) -> None:
+        """Many changes at the begin: expect as many from there on, of all elements or of some."""
+        self._differences = np.empty(self._known.size, self._known.dtype)
+        if self._previous + 1 == self._filled:
+            self._mode = "dense"
+        else:
+            self._go_sparse()
 
     def _go_sparse(self) -> None:
-        """An element that did not change: write down what a scan for bits would have found so far."""
+        """An element did not change: write down what a scan for bits would have found so far."""
         self._mode, self._filled = "bitmap", self._scanned
-        self._make_bitmap()
+        self._bitmap = np.empty((self._known.size + 7) // 8, np.uint8)
         self._bitmap[: self._scanned // 8] = 255
+        self._old = np.empty(self._known.size, self._known.dtype)
         self._old[: self._scanned] = self._known[: self._scanned]
 
-    def _add_gaps(self, live: Words, known: Words) -> None:
+    def _add_gaps(self, live: Words, known: Words) -> bool:
+        """Scan a block for gaps; False if its very begin suggests a bitmap instead."""
         done = 0
         while True:
             self._filled, self._escapes, self._previous, done = scan_gaps(
@@ -196,7 +179,9 @@ class Found:
                 self._previous,
             )
             if done == live.size:
-                return
+                return True
+            if self._scanned == 0 and self._differences.size == _FIRST and suits_bitmap(self._filled, done):
+                return False
             self._grow(self._scanned + done)
 
     def _grow(self, reached: int) -> None:

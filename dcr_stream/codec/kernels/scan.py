@@ -19,7 +19,7 @@ from dcr_stream.codec.kernels.lanes import (
     trailing_zeros,
 )
 
-__all__ = ["sample", "scan_bits", "scan_gaps", "subtract"]
+__all__ = ["scan_bits", "scan_gaps", "subtract"]
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
@@ -29,14 +29,6 @@ _FOUR = np.uint64(4 * LANES)
 _QUIET = 4  # masks without a change after which four blocks are compared at a time
 _LANES, _LAST = np.uint64(LANES), np.uint64(LANES - 1)
 _ESCAPE = np.uint64(255)
-_SAMPLES, _SAMPLE = 8, 64
-
-
-def sample(live: Words, known: Words) -> float:
-    """See :func:`dcr_stream.codec.scan.sample`."""
-    _require_equal(live, known)
-    differ, seen = _sample(readable(live), readable(known))
-    return float(differ) / max(int(seen), 1)
 
 
 def scan_gaps(
@@ -81,18 +73,6 @@ def subtract(live: Words, known: Words, differences: Words) -> bool:
 def _require_equal(live: Words, known: Words) -> None:
     if live.size != known.size:
         raise IndexError("blocks to scan must be equally long")
-
-
-@jit
-def _sample(live: Words, known: Words) -> Number:
-    step = max(live.size // _SAMPLES, _SAMPLE)
-    seen = differ = np.int64(0)
-    for lo in range(0, live.size, step):
-        one, other = live[lo : lo + _SAMPLE], known[lo : lo + _SAMPLE]
-        for i in range(one.size):
-            differ += one[i] != other[i]
-        seen += one.size
-    return differ, seen
 
 
 @jit
