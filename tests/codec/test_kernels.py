@@ -155,7 +155,7 @@ def test_a_scan_without_room_is_refused_before_it_writes() -> None:
         scan_gaps.compiled(words, words, 0, 0, high[:5], small, small, 0, 0, -1)
     with pytest.raises(IndexError, match="no room"):
         scan_bits.compiled(words, words, high, small, small, 0)
-    with pytest.raises(IndexError, match="no room"):
+    with pytest.raises(IndexError, match="equally long"):
         subtract.compiled(words, words, small)
     with pytest.raises(IndexError, match="equally long"):
         scan_bits.compiled(words, small, high, words, words, 0)
@@ -290,6 +290,23 @@ def test_sums_agree(key: int, width: int, size: int, step: int, seed: int) -> No
     agree(digest.lane, key, flat[::step], old)
     agree(digest.lanes, key, flat[::step], old)
     agree(digest.before_after, key, flat[::step], old, differences)
+
+
+def test_sums_over_arrays_of_different_lengths_are_refused() -> None:
+    """Compiled code checks no index."""
+    flat, short = np.arange(10), np.zeros(9, np.uint16)
+    for run in (digest.lane.compiled, digest.lanes.compiled):
+        with pytest.raises(IndexError, match="equally long"):
+            run(0, flat, short)
+    with pytest.raises(IndexError, match="equally long"):
+        digest.before_after.compiled(0, flat, np.zeros(10, np.uint16), short)
+
+
+def test_gaps_whose_low_parts_are_missing_are_read_as_zeros() -> None:
+    """Positions that nobody has checked lead to wrong indices, not to memory beyond the columns."""
+    into = np.empty(1001, np.int64)
+    count, _ = decode_gaps.compiled(np.zeros(1000, np.uint8), np.empty(0, np.uint8), 20, 0, -1, into)
+    assert into[:count].tolist() == list(range(1000))
 
 
 def test_state_changes_are_state_sums_before_and_after() -> None:

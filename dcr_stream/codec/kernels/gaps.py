@@ -34,7 +34,7 @@ def sum_high(high: Bytes) -> tuple[int, int]:
 
 def sum_low(low: Bytes, shift: int, count: int) -> int:
     """See :func:`dcr_stream.codec.gaps.sum_low`."""
-    return int(_sum_low(_padded(low), shift, count))
+    return int(_sum_low(_padded(low, (count * shift + 7) >> 3), shift, count))
 
 
 def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int, into: Indices) -> tuple[int, int]:
@@ -44,16 +44,19 @@ def decode_gaps(high: Bytes, low: Bytes, shift: int, first: int, reached: int, i
         raise IndexError(f"{into.size} indices are no room for {high.size} gaps")
     if shift:
         bit = first * shift
-        part = low[bit >> 3 : (bit + high.size * shift + 7) >> 3]
-        count, reached = _decode_shifted(readable(high), _padded(part), bit & 7, shift, reached, into)
+        part = _padded(low[bit >> 3 :], ((bit & 7) + high.size * shift + 7) >> 3)
+        count, reached = _decode_shifted(readable(high), part, bit & 7, shift, reached, into)
     else:
         count, reached = _decode(readable(high), reached, into)
     return int(count), int(reached)
 
 
-def _padded(low: Bytes) -> Bytes:
-    """With 8 bytes to spare, so that any low part can be read as one word."""
-    return readable(np.concatenate([low, np.zeros(8, np.uint8)]))
+def _padded(low: Bytes, size: int) -> Bytes:
+    """The first ``size`` bytes, 0 where there are fewer, and 8 more, so that any low part can be read as one word."""
+    padded = np.zeros(size + 8, np.uint8)
+    held = low[:size]
+    padded[: held.size] = held
+    return readable(padded)
 
 
 @jit

@@ -71,6 +71,7 @@ __all__ = [
     "population",
     "prefetch",
     "readable",
+    "require_equal",
     "subtract_lanes",
     "trailing_zeros",
 ]
@@ -122,6 +123,16 @@ def readable(array: Words) -> Words:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def require_equal(*arrays: Words) -> None:
+    """Refuse arrays of different sizes: compiled code would read beyond the shorter one.
+
+    Raises:
+        IndexError: their sizes differ.
+    """
+    if len({array.size for array in arrays}) > 1:
+        raise IndexError(f"arrays of {', '.join(str(array.size) for array in arrays)} elements must be equally long")
 
 
 def masks(column: Bytes) -> NDArray[np.uint64]:

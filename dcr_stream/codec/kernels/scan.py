@@ -15,6 +15,7 @@ from dcr_stream.codec.kernels.lanes import (
     leading_zeros,
     population,
     readable,
+    require_equal,
     subtract_lanes,
     trailing_zeros,
 )
@@ -44,7 +45,7 @@ def scan_gaps(
     previous: int,
 ) -> tuple[int, int, int, int]:
     """See :func:`dcr_stream.codec.scan.scan_gaps`."""
-    _require_equal(live, known)
+    require_equal(live, known)
     reach = start + live.size - previous
     if differences.size != old.size or high.size < differences.size + escapes + reach // 255:
         raise IndexError(f"{high.size} gaps, {differences.size} differences and {old.size} old words are no room")
@@ -56,7 +57,7 @@ def scan_gaps(
 
 def scan_bits(live: Words, known: Words, bitmap: Bytes, differences: Words, old: Words, filled: int) -> int:
     """See :func:`dcr_stream.codec.scan.scan_bits`."""
-    _require_equal(live, known)
+    require_equal(live, known)
     if bitmap.size < (live.size + 7) // 8 or min(differences.size, old.size) < filled + live.size:
         raise IndexError(f"{bitmap.size} bytes and {differences.size} differences are no room for {live.size} elements")
     return int(_scan_bits(readable(live), readable(known), bitmap, differences, old, filled))
@@ -64,15 +65,8 @@ def scan_bits(live: Words, known: Words, bitmap: Bytes, differences: Words, old:
 
 def subtract(live: Words, known: Words, differences: Words) -> bool:
     """See :func:`dcr_stream.codec.scan.subtract`."""
-    _require_equal(live, known)
-    if differences.size != live.size:
-        raise IndexError(f"{differences.size} differences are no room for {live.size} elements")
+    require_equal(live, known, differences)
     return bool(_subtract(readable(live), readable(known), differences))
-
-
-def _require_equal(live: Words, known: Words) -> None:
-    if live.size != known.size:
-        raise IndexError("blocks to scan must be equally long")
 
 
 @jit

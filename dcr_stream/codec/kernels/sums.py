@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dcr_stream.canonical import Indices, Words
-from dcr_stream.codec.kernels.lanes import Number, jit, readable
+from dcr_stream.codec.kernels.lanes import Number, jit, readable, require_equal
 from dcr_stream.messages import Sum
 
 __all__ = ["before_after", "lane", "lanes", "mix", "sum_lane"]
@@ -16,17 +16,20 @@ _BITS = (np.uint64(0xD6E8_FEB8_6659_FD93), np.uint64(0xA076_1D64_78BD_642F))
 
 def lane(key: int, flat: Indices, bits: Words) -> int:
     """See :func:`dcr_stream.codec.digest.lane`."""
+    require_equal(flat, bits)
     return int(sum_lane(np.uint64(key), readable(flat), readable(bits)))
 
 
 def lanes(key: int, flat: Indices, bits: Words) -> Sum:
     """See :func:`dcr_stream.codec.digest.lanes`."""
+    require_equal(flat, bits)
     first, second = _lanes(np.uint64(key), readable(flat), readable(bits))
     return int(first), int(second)
 
 
 def before_after(key: int, flat: Indices, old: Words, differences: Words) -> tuple[Sum, Sum]:
     """See :func:`dcr_stream.codec.digest.before_after`."""
+    require_equal(flat, old, differences)
     sums = _before_after(np.uint64(key), readable(flat), readable(old), readable(differences))
     before, other_before, after, other_after = (int(each) for each in sums)
     return (before, other_before), (after, other_after)
